@@ -184,8 +184,8 @@ def _train(
 def _take_forecast(store: Store, run: Profile) -> None:
     """Copy the latest forecast of a run, if there is one, into its folder before it starts training."""
     if forecast := forecasts.record(store, run, store.run_folder(run.name)):
-        figures = (forecast["written"], forecast["loss"], *forecast["interval"])
-        log.info("forecast of %s: loss %.4f, %.4f to %.4f", *figures)
+        figures = (forecast["loss"], 100 * forecast["share"], *forecast["interval"])
+        log.info("forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f", run.name, *figures)
 
 
 def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Artifact) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:
 
     A path or URI is not cut.
     """
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(str(value).split())

@@ -17,6 +17,7 @@ from typing import Any
 from prefect.events import emit_event
 
 from flows.server.prefect_settings import EVENT, RESOURCE
+from profiles.errors import counted
 from profiles.files import run_files, state_files
 from profiles.files.jsonl import LogFollower, is_event
 from profiles.schema import Profile
@@ -71,7 +72,7 @@ class RunAlerts:
         before = dict(self._state)
         if "steps" not in self._state:
             self._state["steps"] = 0
-            self._emit("started", f"started: {self._profile.train.steps:,} steps to train")
+            self._emit("started", f"started: {counted(self._profile.train.steps, 'step')} to train")
         self._state["reports"] = self._reports
         if self._state != before:
             self._save()
@@ -85,7 +86,7 @@ class RunAlerts:
         steps = self._profile.train.last_step
         if self._state["steps"] != steps and self.trained:
             self._state["steps"] = steps
-            self._emit("finished", f"finished after {steps:,} steps", step=steps)
+            self._emit("finished", f"finished after {counted(steps, 'step')}", step=steps)
             self._save()
 
     def update(self, *, now: bool = False) -> None:

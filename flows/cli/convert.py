@@ -85,10 +85,10 @@ def run(options: argparse.Namespace) -> int:
             print_stderr("run the same command again to resume")
         return FAILED
     if different:
-        print_stderr(f"trainshed: {len(different)} of {compared} tensors differ")
+        print_stderr(f"trainshed: {len(different):,} of {compared:,} tensors differ")
         print_stderr("\n".join(different[:LISTED]))
         if len(different) > LISTED:
-            print_stderr(f"and {len(different) - LISTED} more")
+            print_stderr(f"and {len(different) - LISTED:,} more")
         if options.json:
             print_json({**facts, "differ": different})
         return FAILED
@@ -130,6 +130,6 @@ def _print(facts: dict[str, Any], *, as_json: bool) -> None:
         return
     if "files" in facts:
         size = f"{format_bytes(facts['bytes'])} in {counted(len(facts['files']), 'file')}"
-        print(f"{facts['tensors']} tensors, {size}: {facts['destination']}")
+        print(f"{counted(facts['tensors'], 'tensor')}, {size}: {facts['destination']}")
     if "equal" in facts:
-        print(f"all {facts['equal']} tensors are equal")
+        print(f"all {facts['equal']:,} tensors are equal")

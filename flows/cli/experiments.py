@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from flows.cli.exit_codes import DONE
 from flows.cli.plan_table import in_days
@@ -26,6 +25,7 @@ from modeling.scaling.rungs import warnings_of
 from profiles.errors import ProfileError
 from profiles.experiments import Branches, load_experiment
 from tasks.experiments.branches import trunk_of
+from tasks.reporting.format import format_time
 from tasks.reporting.mixture_page import source_label
 from tasks.store.store import Store
 
@@ -192,7 +192,7 @@ def print_ladder(console: Console, result: dict[str, Any]) -> None:
     facts = {
         "forecast": f"{result['loss']:.4f} for {result['target']['name']}",
         f"{result['share']:.0%} interval": f"{low:.4f} to {high:.4f}",
-        "written": result["written"],
+        "written": format_time(result["written"]),
     }
     for name, row in result["metrics"].items():
         low, high = row["interval"]
@@ -201,7 +201,7 @@ def print_ladder(console: Console, result: dict[str, Any]) -> None:
         facts["outcome"] = _compared(outcome)
     for row in result["budgets"][1:]:
         if "gain" in row:
-            facts["10x compute"] = f"{-row['gain']:+.4f} nats per token"
+            facts["10x compute"] = f"{-row['gain']:+z.4f} nats per token"
     facts["page"] = relative(result["page"])
     console.print()
     print_facts(console, facts)
@@ -210,17 +210,17 @@ def print_ladder(console: Console, result: dict[str, Any]) -> None:
 def print_mixture(console: Console, result: dict[str, Any]) -> None:
     """Print weights and losses by source, how to apply the weights, and the path of the page."""
     share = f"{result['share']:.0%} interval"
-    losses = _table("held-out loss", "natural", "proposed", share, "change")
+    losses = [("held-out loss", "natural", "proposed", share, "change")]
     for row in result["losses"]:
         low, high = row["interval"]
         values = f"{row['natural']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
-        losses.add_row(source_label(row["source"]), *values, f"{row['change']:+.4f}")
-    weights = _table("weight", "natural", "proposed", "best of each draw", "times read")
+        losses.append((source_label(row["source"]), *values, f"{row['change']:+z.4f}"))
+    weights = [("weight", "natural", "proposed", share, "times read")]
     for name, weight in result["weights"].items():
         low, high = result["weight_intervals"][name]
         interval = f"{low:.1%} to {high:.1%}"
         passes = f"{result['passes'][name]:.2g}"
-        weights.add_row(name, f"{result['natural'][name]:.1%}", f"{weight:.1%}", interval, passes)
+        weights.append((name, f"{result['natural'][name]:.1%}", f"{weight:.1%}", interval, passes))
     facts = {}
     if outcome := result.get("outcome"):
         facts["outcome"] = f"mean {_compared(outcome[-1])}"
@@ -231,16 +231,18 @@ def print_mixture(console: Console, result: dict[str, Any]) -> None:
 
 def print_share(console: Console, result: dict[str, Any]) -> None:
     """Print the proxies' losses, the expected ones, the proposed share, and how to apply it."""
-    proxies = _table("share of replay", "old loss", "new loss")
+    proxies = [("share of replay", "old loss", "new loss")]
     for proxy in result["proxies"]:
-        proxies.add_row(f"{proxy['share']:.1%}", *(f"{loss:.4f}" for loss in proxy["losses"].values()))
-    losses = _table("held-out loss", "before", "proposed", f"{result['probability']:.0%} interval", "change")
+        old, new = proxy["losses"].values()
+        proxies.append((f"{proxy['share']:.1%}", f"{old:.4f}", f"{new:.4f}"))
+    name = f"{result['probability']:.0%} interval"
+    losses = [("held-out loss", "before", "proposed", name, "change")]
     for row in result["losses"]:
         low, high = row["interval"]
         values = f"{row['before']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
-        losses.add_row(row["set"], *values, f"{row['loss'] - row['before']:+.4f}")
+        losses.append((row["set"], *values, f"{row['loss'] - row['before']:+z.4f}"))
     low, high = result["interval"]
-    facts = {"share": f"{result['share']:.1%}, best of each draw {low:.1%} to {high:.1%}"}
+    facts = {"share": f"{result['share']:.1%}, {name} {low:.1%} to {high:.1%}"}
     if not result["meets"]:
         facts["gate"] = f"no share keeps the rise of the old loss within {result['limit']:g}"
     facts["settings"] = _settings(result["overrides"])
@@ -264,24 +266,19 @@ def print_branches(console: Console, result: dict[str, Any]) -> None:
 def _compared(outcome: Mapping[str, Any]) -> str:
     """A loss that was measured after its forecast."""
     inside = "inside" if outcome["within"] else "outside"
-    return f"{outcome['outcome']:.4f}, {inside} the interval; forecast {outcome['error']:+.2%}"
+    return f"{outcome['outcome']:.4f}, {inside} the interval; forecast {outcome['error']:+z.2%}"
 
 
 def _settings(overrides: Sequence[str]) -> str:
     return " ".join(f"--set {shlex.quote(override)}" for override in overrides)
 
 
-def _table(*titles: str) -> Table:
-    """A table whose columns but the first hold numbers."""
-    table = Table(*titles, box=None, pad_edge=False, header_style="dim")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def _print_proposal(console: Console, tables: Sequence[Table], facts: dict[str, str], page: str) -> None:
-    for table in tables:
+def _print_proposal(
+    console: Console, tables: Sequence[Sequence[Sequence[str]]], facts: dict[str, str], page: str
+) -> None:
+    """Print tables, each with its titles first, and facts; all columns but the first hold numbers."""
+    for titles, *rows in tables:
         console.print()
-        console.print(table)
+        print_parts(console, titles, rows, left=1)
     console.print()
     print_facts(console, {**facts, "page": relative(page)})

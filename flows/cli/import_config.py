@@ -15,7 +15,7 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
 from profiles import nxdt, resolve
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import state_files
 from profiles.nxdt.translation import Effect, Line
 from profiles.rules.cluster import PLANNED_ONLY
@@ -94,8 +94,10 @@ def _print(
     imported: nxdt.Imported, target: Path, profile: Profile, planned: Plan | None, *, verbose: bool
 ) -> None:
     console = TrimmedConsole()
-    counts = ", ".join(f"{len(imported.of(effect))} {effect}" for effect in Effect if imported.of(effect))
-    console.print(f"{len(imported.lines)} keys: {counts}" + ("" if verbose else "; --verbose lists all"))
+    counts = ", ".join(f"{effect} {len(lines)}" for effect in Effect if (lines := imported.of(effect)))
+    console.print(
+        f"{counted(len(imported.lines), 'key')}: {counts}" + ("" if verbose else "; --verbose lists all")
+    )
     for effect in Effect:
         if (lines := imported.of(effect)) and (effect in SHOWN or verbose):
             _print_lines(console, effect, lines)

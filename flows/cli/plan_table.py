@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import TrimmedConsole, print_json, waiting
+from flows.ui.console import TrimmedConsole, print_json, waiting, wrap
 from modeling.planning.auto import resolve_auto
 from modeling.planning.determinism import describe_cost
 from modeling.planning.planner import Plan, plan, require_fit
-from modeling.planning.search import compared_pace, neighbours
+from modeling.planning.search import compared_pace, neighbours, other_recomputation
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.check import with_value
@@ -82,8 +82,11 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
         resolve.check_start(profile)
     except ProfileError as error:
         reasons = [str(each.along_with(())) for each in (error, *error.others)]
-        text = reasons[0] if len(reasons) == 1 else "".join(f"\n- {reason}" for reason in reasons)
-        console.print(Text(f"\n`trainshed run` cannot start it here: {text}", "yellow"))
+        lines = [f"- {reason}" for reason in reasons] if len(reasons) > 1 else []
+        text = "" if lines else reasons[0]
+        console.print(Text(f"\n`trainshed run` cannot start it here: {text}".rstrip(), "yellow"))
+        for line in lines:
+            console.print(Text(wrap(line, console.width, 2), "yellow"), soft_wrap=True)
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -117,7 +120,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("parameters", _parameters(profile, planned)),
         ("model", f"{model.architecture}, {counted(model.num_hidden_layers, 'layer')} of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
-        ("ranks", f"{profile.world_size}, {counted(cluster.nodes, 'node')} of {cluster.devices_per_node} × {device}: {axes}"),
+        ("ranks", f"{profile.world_size:,}, {counted(cluster.nodes, 'node')} of {cluster.devices_per_node} × {device}: {axes}"),
         ("sharding", _sharding(profile)),
         ("step", f"{samples} × {train.sequence_length:,} = {format_count(profile.step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),
@@ -223,7 +226,9 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         flops += f", {planned.flops_per_token * planned.tokens:.3g} in total"
     rows = [("FLOPs", flops)]
     if volumes := ", ".join(
-        f"{axis} {format_bytes(size)}" for axis, size in planned.communication.items() if size
+        f"{axis.replace('_', ' ')} {format_bytes(size)}"
+        for axis, size in planned.communication.items()
+        if size
     ):
         rows.append(("communication", f"{volumes} per rank and step"))
     if profile.parallel.pipeline > 1:
@@ -234,7 +239,7 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     speed = f"{planned.tokens_per_second:,.0f} tokens/s" + (f", MFU {planned.mfu:.0%}" if planned.mfu else "")
     rows.append(("speed", f"{format_step_time(planned.step_seconds)} per step, {speed}"))
     if planned.days is not None:
-        total = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
+        total = f"{in_days(planned.days)}, {format_number(planned.node_hours)} node-hours"
         if planned.price is not None:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} per node-hour"
         rows.append(("total", total))
@@ -247,6 +252,7 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
 def _nearby(profile: Profile, planned: Plan) -> str:
     """Step time with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'.
 
+    Other recomputation is the reason why a faster one may not be preferred, so it is named, with the memory that it takes.
     The planner takes links of a tensor group and of the shards for independent. Where a larger group leaves its chip or node,
     they share links, so that it may not be faster.
     """
@@ -254,6 +260,8 @@ def _nearby(profile: Profile, planned: Plan) -> str:
     for other in neighbours(profile):
         ratio = required(other.plan.step_seconds) / required(planned.step_seconds)
         pace = compared_pace(ratio)
+        if ratio < 1 and (recomputing := other_recomputation(other, profile.train.recompute)):
+            pace += f" {recomputing} in {format_bytes(other.plan.needs)}"
         level, larger = other.plan.levels.get("tensor"), other.plan.mesh["tensor"] > planned.mesh["tensor"]
         if ratio < 1 and larger and planned.levels.get("tensor", level) != level:
             across = {"node": "chips", "network": "nodes"}.get(level or "", "devices")

@@ -41,7 +41,7 @@ from flows.ui.console import (
 )
 from modeling.start import without_garbage_collection
 from profiles import resolve
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files.state_files import CorruptedState
 from profiles.schema import Profile
 from tasks.chain_gate import GateMissed
@@ -92,7 +92,7 @@ def chain(options: argparse.Namespace) -> int:
     from flows.chained_runs import load_chain
 
     runs = load_chain(options.profiles, options.overrides, options.name or "")
-    with without_garbage_collection(), waiting(lambda: f"planning {len(runs)} runs"):
+    with without_garbage_collection(), waiting(lambda: f"planning {counted(len(runs), 'run')}"):
         from flows.start_checks import check_plan
 
         for each in runs:

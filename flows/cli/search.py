@@ -96,7 +96,7 @@ def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: T
     """The command that plans a topology: the user's own with the overrides that the topology changes."""
     changes = {key: value for key, value in topology.overrides.items() if get_value(profile, key) != value}
     unchanged = [override for override in overrides if override.partition("=")[0].strip() not in changes]
-    changed = (f"{key}={'null' if value is None else format_value(value)}" for key, value in changes.items())
+    changed = (f"{key}={format_value(value)}" for key, value in changes.items())
     options = [word for override in (*unchanged, *changed) for word in ("--set", override)]
     return shlex.join(["trainshed", "plan", typed, *options])
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -224,35 +225,37 @@ def print_table(
     rows: Sequence[Sequence[str]],
     *,
     left: int | Collection[int],
-    last_left: bool = False,
+    folds: bool = False,
 ) -> None:
     """Print a table of many rows, of which rich takes a second for every 500.
 
-    Long lines are left to the terminal.
+    In a narrow terminal, columns are closer together; lines that are too long nevertheless are left to it.
 
     Args:
         left: columns that are aligned to the left, or how many from the first; the rest is to the right.
-        last_left: whether the last one is aligned to the left as well; where the terminal is too narrow for it, its values are
-            below their rows.
+        folds: whether a terminal that is too narrow shows the last columns, as few as possible, below their rows.
     """
     widths = column_widths(titles, rows)
-    lefts = {*(range(left) if isinstance(left, int) else left)} | ({len(titles) - 1} if last_left else set())
+    lefts = {*(range(left) if isinstance(left, int) else left)}
+    narrowest = 1 if folds else len(titles)
+    for end, gap in product(range(len(titles), narrowest - 1, -1), (2, 1)):
+        if not console.is_terminal or sum(widths[:end]) + gap * (end - 1) <= console.width:
+            break
 
     def line(cells: Sequence[str]) -> str:
-        blanks = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
+        blanks = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=False)]
         padded = [
             cell + blank if index in lefts else blank + cell
             for index, (cell, blank) in enumerate(zip(cells, blanks, strict=True))
         ]
-        return "  ".join(padded).rstrip()
+        return (" " * gap).join(padded).rstrip()
 
-    below = last_left and console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > console.width
-    end = -1 if below else len(widths)
-    console.print(line([*titles[:end], *[""] * below]), style="dim", soft_wrap=True, markup=False)
+    console.print(line(titles[:end]), style="dim", soft_wrap=True, markup=False)
     lines = []
     for row in rows:
-        lines.append(line([*row[:end], *[""] * below]))
-        lines += [f"  {titles[-1]} {row[-1]}"] * bool(below and row[-1])
+        lines.append(line(row[:end]))
+        if below := [f"{title} {cell}" for title, cell in zip(titles[end:], row[end:], strict=True) if cell]:
+            lines.append(f"  {'  '.join(below)}")
     console.out("\n".join(lines), highlight=False)
 
 

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from flows.ui.artifacts import PrefectArtifact
 from modeling.planning.planner import Plan
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks.failures import FatalError
@@ -112,9 +112,9 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
     steps = profile.train.last_step
     last = history.last
     if last is None:
-        return f"## {profile.name}: {steps:,} steps to train"
+        return f"## {profile.name}: {counted(steps, 'step')} to train"
     done = last["step"] >= steps
-    step = f"All {steps:,} steps are done" if done else f"Step {last['step']:,} of {steps:,}"
+    step = f"All {steps:,} steps are done" if done and steps > 1 else f"Step {last['step']:,} of {steps:,}"
     parts = [f"## {step}, loss {last['loss']:.4f}"]
     if curve := svg_data_uri(history.loss_series(profile), x_label="step", y_label="loss"):
         parts.append(f"![Loss by step, now {last['loss']:.4f}]({curve})")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from profiles.errors import counted
 from profiles.schema import Profile
-from tasks.reporting.format import format_bytes, format_count, format_mesh, format_step_time
+from tasks.reporting.format import format_bytes, format_count, format_mesh, format_step_time, format_time
 
 if TYPE_CHECKING:  # the planner imports torch, which `trainshed profiles` must not
     from modeling.planning.planner import Plan
@@ -26,7 +26,7 @@ def plan_summary(planned: Plan) -> str:
 
 def inputs_summary(inputs: Inputs) -> str:
     """Number of shards and when the lockfile pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
-    since = f", as of {inputs.since[:16].replace('T', ' ')} UTC" if inputs.since else ""
+    since = f", as of {format_time(inputs.since)}" if inputs.since else ""
     return f"{counted(len(inputs.shards), 'shard')} of data{since}"
 
 

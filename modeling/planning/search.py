@@ -29,7 +29,7 @@ from parallel.constraints import valid_expert_degrees
 from parallel.pipeline.schedules import bubble
 from profiles.check import broken_rule, get_value, passes, with_value
 from profiles.errors import ProfileError
-from profiles.recompute import AUTO, MODES, modes_of
+from profiles.recompute import AUTO, MODES, Recompute, modes_of
 from profiles.schema import Profile
 
 DERIVED = ("parallel.pipeline_cuts",)
@@ -270,11 +270,16 @@ def explain(found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> l
 
 def _compared(other: Topology, best: Topology) -> str:
     """A clause on a topology of another tensor degree: its speed, and its recomputation if different."""
-    recompute, because = other.overrides["train.recompute"], ""
-    if recompute != best.overrides["train.recompute"]:
-        modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))
-        because = f", with {modes} recomputation" if modes else ", without recomputation"
-    return f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because}"
+    because = other_recomputation(other, best.overrides["train.recompute"])
+    return f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because and f', {because}'}"
+
+
+def other_recomputation(topology: Topology, recompute: Recompute) -> str:
+    """'with selective recomputation' if that differs from `recompute`, else ''."""
+    if (own := topology.overrides["train.recompute"]) == recompute:
+        return ""
+    modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(own))
+    return f"with {modes} recomputation" if modes else "without recomputation"
 
 
 def _slower(other: Topology, best: Topology) -> str:

@@ -37,6 +37,8 @@ MIN_SECONDS = 0.01
 DAY = 24 * 3600
 # Share of sequence parallelism's collectives that FP8 overlaps: of a layer's five, it gathers dY of row-parallel products whole.
 FP8_DIVIDED = 4 / 5
+# Axes over which gradients and weights are exchanged: between shards, and between their replicas.
+DATA, REPLICAS = ("data", "expert_data"), ("replica", "expert_replica")
 
 
 class RankCosts(Protocol):
@@ -202,8 +204,7 @@ def estimate(
     hidden = 1 / profile.accumulation_steps if device.architecture else 0.0
     if parallel.data_sharding == "fsdp":
         hidden = 1 / profile.accumulation_steps if parallel.keep_gathered else 1.0
-    data, replicas = ("data", "expert_data"), ("replica", "expert_replica")
-    beside, after = ((*data, *replicas), ()) if device.architecture else (data, replicas)
+    beside, after = ((*DATA, *REPLICAS), ()) if device.architecture else (DATA, REPLICAS)
     exchanged = max(
         exposed(seconds(rank, *beside), hidden * each, device) + seconds(rank, *after)
         for rank, each in zip(ranks, works, strict=True)
@@ -264,17 +265,24 @@ def _assumptions(
     )
     published = device_of(profile).bandwidth
     of_published = f", {memory / published:.0%} of {published / 1e9:,.0f}" if published else ""
-    exchange = "do not"
+    exchange = "do not overlap with compute"
     if profile.parallel.data_sharding == "fsdp" or device_of(profile).architecture:
         exchange = "overlap with compute, up to its duration"
     if device_of(profile).architecture:
         exchange += f", and slow it down by {CONTENTION:.0%} of theirs"
     overlapping = overlapped_tensor_share(profile) if "tensor" in speeds else 0.0
-    tensor = f" and {overlapping:.0%} of tensor exchanges" if overlapping else ""
+    hidden = [
+        *(["pipeline messages"] if "pipeline" in speeds else []),
+        *([f"{overlapping:.0%} of tensor exchanges"] if overlapping else []),
+    ]
+    overlaps = [
+        *([f"{' and '.join(hidden)} overlap with compute"] if hidden else []),
+        *([f"exchanges of gradients and weights {exchange}"] if speeds.keys() & {*DATA, *REPLICAS} else []),
+    ]
     return (
         f"layers at {rate / 1e12:.3g} TFLOP/s per device{share}",
         f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",
         *([f"communication per device: {links}"] if links else []),
-        f"pipeline messages{tensor} overlap with compute; exchanges of gradients and weights {exchange}",
+        *(["; ".join(overlaps)] if overlaps else []),
         "evaluations, checkpoints and restarts are not included",
     )

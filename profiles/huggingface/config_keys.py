@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, format_value
 from profiles.sections.families import Family
 
 LIBRARY = (
@@ -112,11 +112,11 @@ def _check_quantization(quantization: Mapping[str, Any]) -> None:
     if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
         if list(quantization.get("weight_block_size") or ()) == [128, 128]:
             return
-        name, value = f"{QUANTIZATION}.weight_block_size", str(quantization.get("weight_block_size"))
+        name, value = f"{QUANTIZATION}.weight_block_size", format_value(quantization.get("weight_block_size"))
         raise ProfileError(name, value, "is not supported for float8 weights", ["[128, 128]"])
     if method != "mxfp4":
         reason = "is not supported; name a model with weights in bfloat16, float16 or float32"
-        raise ProfileError(f"{QUANTIZATION}.quant_method", str(method), reason, ["fp8", "mxfp4"])
+        raise ProfileError(f"{QUANTIZATION}.quant_method", format_value(method), reason, ["fp8", "mxfp4"])
 
 
 def renamed(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:

@@ -52,7 +52,9 @@ def render(found: Series) -> str:
         html.section("", html.key_figures(figures)),
         html.section("Loss by round", chart),
         html.section("Rounds", html.table(*table(rounds))),
-        html.section("Held-out sets", *(_sets(each) for each in reversed(rounds) if each.rows)),
+        html.section(
+            "Held-out sets", *(_sets(each) for each in reversed(rounds) if each.rows or each.reason)
+        ),
     ]
     return html.page(found.name, "Series of continual pretraining", sections, wide=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys
@@ -97,4 +97,4 @@ class AverageStep(EvaluationStep):
         convert(first, folder, Options(to, average=tuple(others)), replace=True)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"{len(summary['members'])} checkpoints, {super().describe(summary)}"
+        return f"{counted(len(summary['members']), 'checkpoint')}, {super().describe(summary)}"

@@ -38,7 +38,10 @@ def write(
         means = [(each["average"], ", ".join(each["members"]), _loss(each)) for each in averages]
         table = html.table(("average", "of", "validation loss"), means)
         sections.append(html.section("Averages of checkpoints", table))
-    about = spec.description or f"{len(branches)} branches of one trunk, {trunk['run']}"
+    about = (
+        spec.description
+        or f"{len(branches)} branch{'es' * (len(branches) != 1)} of one trunk, {trunk['run']}"
+    )
     return comparison_page.write_page(loaded, histories, path, (spec.name, about), sections)
 
 

@@ -24,6 +24,11 @@ def format_age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
+def format_time(moment: str) -> str:
+    """'2026-03-01T10:00:07+00:00', in UTC -> '2026-03-01 10:00 UTC'."""
+    return f"{moment[:16].replace('T', ' ')} UTC"
+
+
 def format_count(count: int) -> str:
     """2714304 -> '2.71 million'."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):

@@ -11,7 +11,7 @@ from modeling.scaling.law import Law
 from profiles.experiments import Ladder
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import format_count, format_flops, format_interval
+from tasks.reporting.format import format_count, format_flops, format_interval, format_time
 
 POINTS = 40  # of a line
 N = "N: multiply-adds per token, including the head and attention; a run on D tokens takes 6·N·D FLOPs."
@@ -42,7 +42,7 @@ def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
             html.section(
                 "Registered",
                 html.properties(
-                    {"written": forecast["written"], "law": describe_law(Law(**forecast["law"]))}
+                    {"written": format_time(forecast["written"]), "law": describe_law(Law(**forecast["law"]))}
                 ),
             ),
         ],
@@ -82,7 +82,7 @@ def _rungs(forecast: Mapping[str, Any]) -> str:
     rows = []
     for rung in forecast["rungs"]:
         fitted = float(law.loss(rung["n"], rung["d"]))
-        error = f"{fitted / rung['loss'] - 1:+.2%}"
+        error = f"{fitted / rung['loss'] - 1:+z.2%}"
         sizes = (format_count(round(rung["n"])), format_count(round(rung["d"])), format_flops(rung["flops"]))
         rows.append((rung["name"], *sizes, f"{rung['loss']:.4f}", f"{fitted:.4f}", error))
     return html.table(("run", "N", "tokens", "FLOPs", "loss", "fitted", "error"), rows)
@@ -96,7 +96,7 @@ def _backtest(forecast: Mapping[str, Any]) -> str:
             f"{row['forecast']:.4f}",
             format_interval(row["interval"]),
             "inside" if row["interval"][0] <= row["loss"] <= row["interval"][1] else "outside",
-            f"{row['forecast'] / row['loss'] - 1:+.2%}",
+            f"{row['forecast'] / row['loss'] - 1:+z.2%}",
         )
         for row in forecast["backtest"] or ()
     ]

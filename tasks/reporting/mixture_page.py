@@ -10,9 +10,10 @@ import numpy as np
 from profiles.experiments import Mixture
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
-from tasks.reporting.format import format_interval
+from tasks.reporting.format import format_interval, format_time, without_empty_columns
 
 POINTS = 25  # of a line
+LEFT_OUT = "Error of proxies left out: that of forecasting each proxy's loss from the other proxies."
 
 
 def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
@@ -21,9 +22,9 @@ def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
     figures = {
         "mean loss, proposed": f"{mean['loss']:.4f}",
         "mean loss, natural": f"{mean['natural']:.4f}",
-        "change": f"{mean['change']:+.4f}",
+        "change": f"{mean['change']:+z.4f}",
         f"{proposal['share']:.0%} interval of the change": format_interval(
-            mean["change_interval"], "+.3f", "to"
+            mean["change_interval"], "+z.4f", "to"
         ),
     }
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
@@ -33,11 +34,11 @@ def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
         [
             html.section("", html.key_figures(figures)),
             html.section("Weights", _weights(proposal), html.code_block(settings)),
-            html.section("Held-out loss by source", _losses(proposal)),
+            html.section("Held-out loss by source", *_losses(proposal)),
             html.section("From the natural to the proposed mixture", _chart(proposal)),
             html.section("Outcome of a proxy with the proposed weights", _outcome(proposal)),
             html.section("Proxies", _proxies(proposal)),
-            html.section("Registered", html.properties({"written": proposal["written"]})),
+            html.section("Registered", html.properties({"written": format_time(proposal["written"])})),
         ],
     )
 
@@ -53,10 +54,11 @@ def _weights(proposal: Mapping[str, Any]) -> str:
         interval = format_interval(proposal["weight_intervals"][name], ".1%")
         weights = f"{proposal['natural'][name]:.1%}", f"{weight:.1%}", interval
         rows.append((name, *weights, f"{proposal['passes'][name]:.2g}"))
-    return html.table(("source", "natural", "proposed", "best of each draw", "times read"), rows)
+    return html.table(("source", "natural", "proposed", "interval", "times read"), rows)
 
 
-def _losses(proposal: Mapping[str, Any]) -> str:
+def _losses(proposal: Mapping[str, Any]) -> list[str]:
+    """The table, and what its last column is."""
     errors, rows = proposal["left_out_error"] or {}, []
     for row in proposal["losses"]:
         error = errors.get(row["source"])
@@ -66,13 +68,14 @@ def _losses(proposal: Mapping[str, Any]) -> str:
                 f"{row['natural']:.4f}",
                 f"{row['loss']:.4f}",
                 format_interval(row["interval"]),
-                f"{row['change']:+.4f}",
-                format_interval(row["change_interval"], "+.4f", "to"),
+                f"{row['change']:+z.4f}",
+                format_interval(row["change_interval"], "+z.4f", "to"),
                 "" if error is None else f"{error:.2%}",
             )
         )
     columns = ("source", "natural", "proposed", "interval", "change", "interval", "error of proxies left out")
-    return html.table(columns, rows)
+    table = html.table(*without_empty_columns(columns, rows))
+    return [table, html.paragraph(LEFT_OUT, muted=True)] if errors else [table]
 
 
 def _chart(proposal: Mapping[str, Any]) -> str:
@@ -103,7 +106,7 @@ def _outcome(proposal: Mapping[str, Any]) -> str:
     rows = []
     for row in proposal.get("outcome", ()):
         inside = "inside" if row["within"] else "outside"
-        values = (f"{row['loss']:.4f}", f"{row['outcome']:.4f}", f"{row['error']:+.2%}", inside)
+        values = (f"{row['loss']:.4f}", f"{row['outcome']:.4f}", f"{row['error']:+z.2%}", inside)
         rows.append((source_label(row["source"]), *values))
     return html.table(("source", "forecast", "outcome", "error of the forecast", "outcome is"), rows)
 

@@ -23,6 +23,7 @@ from tasks.reporting.format import (
     format_number,
     format_perplexity,
     format_step_time,
+    format_time,
     format_value,
 )
 from tasks.reporting.history import History
@@ -200,9 +201,9 @@ def forecast_against_outcome(forecast: Mapping[str, Any] | None) -> str:
         "forecast of the validation loss": f"{forecast['loss']:.4f}",
         f"{forecast['share']:.0%} interval": format_interval(forecast["interval"], word="to"),
         "outcome": f"{forecast['outcome']:.4f}, {'inside' if forecast['within'] else 'outside'} the interval",
-        "error": f"{forecast['error']:+.2%}",
+        "error": f"{forecast['error']:+z.2%}",
         "compute of the run over the largest rung's": f"{forecast['extrapolation']:.1f}",
-        "forecast written, before the run started": forecast["written"],
+        "forecast written, before the run started": format_time(forecast["written"]),
         "artifact": forecast["key"],
     }
     rows = [

@@ -8,7 +8,7 @@ from typing import Any
 from profiles.experiments import Share
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import format_interval
+from tasks.reporting.format import format_interval, format_time
 
 
 def render(
@@ -16,9 +16,9 @@ def render(
 ) -> str:
     """The page, from a share file, the contents of its proposal, and the fitted losses (share, loss)."""
     best = format_interval(proposal["interval"], ".1%")
-    figures = {"share": f"{proposal['share']:.1%}", "best of each draw": best}
+    figures = {"share": f"{proposal['share']:.1%}", f"{proposal['probability']:.0%} interval": best}
     for row in proposal["losses"]:
-        figures[f"{row['set']} loss"] = f"{row['loss']:.4f} ({row['loss'] - row['before']:+.4f})"
+        figures[f"{row['set']} loss"] = f"{row['loss']:.4f} ({row['loss'] - row['before']:+z.4f})"
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
     chart = []
     for number, (name, line) in enumerate(lines.items()):
@@ -40,6 +40,6 @@ def render(
                 line_chart(chart, x_label="share of replayed tokens", y_label="held-out loss"),
             ),
             html.section("Proxies", html.table(("run", "share", "old loss", "new loss"), rows)),
-            html.section("Registered", html.properties({"written": proposal["written"]})),
+            html.section("Registered", html.properties({"written": format_time(proposal["written"])})),
         ],
     )

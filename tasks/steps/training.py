@@ -136,7 +136,7 @@ class TrainingStep(Step):
         return RetryBudget(run, context.profile.cluster.retries).spend
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"loss {summary['loss']:.4f} after {summary['steps']:,} steps"
+        return f"loss {summary['loss']:.4f} after {counted(summary['steps'], 'step')}"
 
 
 def _marker(run: RunFolder, step: int) -> dict[str, Any]:

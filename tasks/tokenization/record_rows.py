@@ -47,8 +47,10 @@ def _sequences(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def describe(summary: Mapping[str, Any]) -> str:
     """The data in one line, from the dataset's summary."""
-    parts = [f"{summary['documents']:,} sequences in {summary['samples']:,} samples to train on"]
-    parts.append(f"{summary['validation_samples']:,} samples held out")
+    parts = [
+        f"{counted(summary['documents'], 'sequence')} in {counted(summary['samples'], 'sample')} to train on"
+    ]
+    parts.append(f"{counted(summary['validation_samples'], 'sample')} held out")
     for name, reason in (
         ("truncated", "truncated"),
         ("too_long", "too long"),

@@ -69,7 +69,9 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
     """Print a table, without the optional columns that are empty for all runs."""
     optional = {name: [text(run) for run, _ in rows] for name, text in _OPTIONAL.items()}
     optional = {name: values for name, values in optional.items() if any(values)}
-    titles = ("run", "state", "step", "loss", *optional, "age", "size", "parent")
+    parents = [run.summary.parent or "" for run, _ in rows]
+    last = ["parent"] if any(parents) else []
+    titles = ("run", "state", "step", "loss", *optional, "age", "size", *last)
     lines = []
     for index, (run, files) in enumerate(rows):
         summary = run.summary
@@ -77,8 +79,10 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
         line = [run.name, run.shown_state, _step(run, files), f"{loss:.4f}" if loss is not None else ""]
         line += [values[index] for values in optional.values()]
         line += [format_age(time.time() - summary.changed) if summary.changed else ""]
-        lines.append([*line, format_bytes(files.bytes), summary.parent or ""])
-    print_table(table_console(), titles, lines, left=2, last_left=True)
+        lines.append([*line, format_bytes(files.bytes), *[parents[index] for _ in last]])
+    print_table(
+        table_console(), titles, lines, left={0, 1, *range(len(titles) - len(last), len(titles))}, folds=True
+    )
 
 
 def _step(run: RunView, files: _Files) -> str:

@@ -42,7 +42,8 @@ def run(options: argparse.Namespace) -> int:
         print_table(console, ("round", *COLUMNS), losses, left=2)
     for each in found.rounds:
         if each.reason:
-            console.print(f"\n{each.name} was not promoted: {each.reason}", soft_wrap=True, markup=False)
+            reason = f"\n{each.name} was not promoted: {each.reason}"
+            console.print(reason, soft_wrap=not console.is_terminal, markup=False)
     console.print(f"\npromoted: {found.promoted.run}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"page: {relative(str(output))}", soft_wrap=True, markup=False, highlight=False)
     return DONE

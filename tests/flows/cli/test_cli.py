@@ -184,6 +184,7 @@ def test_profiles_are_listed_by_where_they_start_and_fit_the_terminal(capsys, mo
     assert main(["plan", "llama3-8b"]) == 0
     planned = capsys.readouterr().out
     assert "cannot start it here" not in planned
+    assert "pipeline messages" not in planned  # it has none
     assert re.search(r"nearby +tensor 2: \d+% slower, tensor 8: \d+% slower; --search ranks all", planned)
 
 

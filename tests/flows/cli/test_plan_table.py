@@ -58,13 +58,21 @@ def test_plan_says_what_dropout_of_attention_costs(capsys, monkeypatch):
     assert re.search(r"would need \d\S* MiB less", shown[0.1])
 
 
-def test_only_a_larger_tensor_group_may_slow_the_gathers(monkeypatch):
+def test_nearby_degrees_say_what_a_faster_one_may_cost(monkeypatch):
     def topology(degree: int, seconds: float, **levels: str) -> SimpleNamespace:
-        return SimpleNamespace(step_seconds=seconds, mesh={"tensor": degree}, levels=levels)
+        return SimpleNamespace(step_seconds=seconds, mesh={"tensor": degree}, levels=levels, needs=21.4 * GIB)
 
-    others = [topology(1, 0.95), topology(4, 0.9, tensor="node"), topology(8, 12.47)]
-    monkeypatch.setattr(plan_table, "neighbours", lambda _: [SimpleNamespace(plan=each) for each in others])
-    assert plan_table._nearby(None, topology(2, 1.0, tensor="chip")) == (
-        "tensor 1: 5% faster, tensor 4: 10% faster if its groups, then across chips, do not slow the gathers of the shards, "
+    recomputed, as_much = {"train.recompute": "selective 19"}, {"train.recompute": "none"}
+    others = [
+        (topology(1, 0.95), recomputed),
+        (topology(4, 0.9, tensor="node"), as_much),
+        (topology(8, 12.47), recomputed),
+    ]
+    found = [SimpleNamespace(plan=each, overrides=keys) for each, keys in others]
+    monkeypatch.setattr(plan_table, "neighbours", lambda _: found)
+    profile = SimpleNamespace(train=SimpleNamespace(recompute="none"))
+    assert plan_table._nearby(profile, topology(2, 1.0, tensor="chip")) == (
+        "tensor 1: 5% faster with selective recomputation in 21.4 GiB, "
+        "tensor 4: 10% faster if its groups, then across chips, do not slow the gathers of the shards, "
         "tensor 8: 12 times as slow; --search ranks all topologies"
     )

@@ -418,7 +418,7 @@ LACKING = [  # features that a family has in transformers, or families, that are
         ({"model_type": "llama", "quantization_config": {"quant_method": "bitnet"}}, "quant_method = bitnet"),
         (
             {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.weight_block_size = None: is not supported for float8 weights",
+            "quantization_config.weight_block_size = null: is not supported for float8 weights",
         ),
         ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_local_experts = 8"),
         ({"model_type": "gpt2", "hidden_size": 64, "n_embd": 32}, "n_embd = 32: is another name of a key"),
