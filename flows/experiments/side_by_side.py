@@ -19,8 +19,9 @@ from prefect.runtime import flow_run
 
 from flows.pretrain import pretrain
 from flows.runner.interruption import Interruption
+from flows.ui.console import log_waiting
 from modeling.scaling.planned_run import PlannedRun
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.experiments import Experiment
 from tasks.reporting.format import format_duration
 
@@ -53,6 +54,10 @@ def run_side_by_side(
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
     failures, stop = list[BaseException](), Interruption(KeyboardInterrupt)
+    training, done = set[str](), set[str]()
+
+    def show() -> None:
+        log_waiting(log, f"training {len(training)} of {counted(len(runs), 'run')}, {len(done)} done")
 
     def work(run: PlannedRun) -> dict[str, Any]:
         nonlocal free
@@ -62,6 +67,8 @@ def run_side_by_side(
             if failures:
                 raise ProfileError(experiment.name, run.name, "was not started, because another run failed")
             free -= size
+            training.add(run.name)
+        show()
         try:
             with stop:
                 _run.set(run.name)
@@ -79,7 +86,11 @@ def run_side_by_side(
         finally:
             with changed:
                 free += size
+                training.discard(run.name)
+                done.add(run.name)
                 changed.notify_all()
+            if training:
+                show()
 
     ordered = sorted(runs, key=lambda run: -run.flops)
     with _quiet_runs(), ThreadPoolExecutor(min(len(runs), budget)) as pool:

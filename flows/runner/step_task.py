@@ -16,6 +16,7 @@ A foreground step is called in the flow's thread, so that a cancellation of the 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +34,12 @@ from flows.runner.interruption import Interruption, await_end
 from flows.runner.retries import StepRetries, retry_options
 from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
+from flows.ui.console import log_waiting
 from flows.ui.progress import progress_reporter
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -114,6 +117,8 @@ class StepTask:
                     retries.wait()
                     check()
                     found = step.find(context, key) if key is not None else None
+                    if found is None:
+                        log_waiting(log, step.title(profile))
                     self.artifact, self.cached = found or step.run(context, key), found is not None
             except STOPS as stop:
                 self.stop = stop

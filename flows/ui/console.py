@@ -40,7 +40,7 @@ SEPARATOR = "  "  # between the parts of a progress line
 
 
 class ProgressFilter(logging.Filter):
-    """Pass at most one progress record per `seconds`, and all other records."""
+    """Pass at most one progress record per `seconds`, none of `log_waiting`, and all other records."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ProgressFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, "progress", ()):
-            if time.monotonic() - self._passed_at < self._seconds:
+            if getattr(record, "waiting", False) or time.monotonic() - self._passed_at < self._seconds:
                 return False
             self._passed_at = time.monotonic()
         return True
@@ -122,6 +122,11 @@ class TerminalHandler(logging.Handler):
 def log_progress(log: logging.Logger, *parts: str) -> None:
     """Log a progress line; a narrow terminal drops the last parts."""
     log.info("%s", SEPARATOR.join(parts), extra={"progress": parts})
+
+
+def log_waiting(log: logging.Logger, text: str) -> None:
+    """Show in a terminal only what is waited for, until the next line."""
+    log.info("%s", text, extra={"progress": (text,), "waiting": True})
 
 
 def fit(parts: Sequence[str], width: int) -> str:

@@ -67,6 +67,9 @@ class CheckpointEvaluationStep(EvaluationStep):
         run, evaluate = context.run_folder.name, context.profile.evaluate
         return keys.evaluation(run, self.identity, None, evaluate.metrics, **evaluate.further)
 
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return f"step {self.step:,}: {super().describe(summary)}"
+
     def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
         return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job
@@ -130,7 +133,8 @@ class TaskStep(Step):
     def describe(self, summary: Mapping[str, Any]) -> str:
         found = metrics_of(summary)
         shown = [f"{name.removeprefix(OF_TASKS)} {format_value(value)}" for name, value in found.items()]
-        return ", ".join(text for text in shown if "_stderr" not in text)
+        metrics = ", ".join(text for text in shown if "_stderr" not in text)
+        return f"step {self.checkpoint.step:,}: {metrics}"
 
     def _export(self, context: Context) -> Path:
         """The checkpoint as a Hugging Face model in a scratch folder."""

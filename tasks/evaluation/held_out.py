@@ -130,7 +130,8 @@ class SetsEvaluationStep(EvaluationStep):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         shown = [f"{name} {each['loss']:.4f}" for name, each in summary["sets"].items()]
-        return f"loss on held-out sets: {', '.join(shown)}"
+        whose = "the promoted model's loss" if self.profile_file else "loss"
+        return f"{whose} on held-out sets: {', '.join(shown)}"
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

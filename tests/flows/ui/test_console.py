@@ -86,7 +86,10 @@ def test_part_wider_than_the_terminal_is_truncated(shown):
 def test_work_of_unknown_length_shows_a_spinner_and_elapsed_time(shown, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     progress_reporter("graphs", "Progress")("tracing the programs of the run", 0.0)
-    (record,) = caplog.records
+    console.log_waiting(logging.getLogger("flows"), "train tiny, 900 steps")  # the job starts
+    record, waiting = caplog.records
+    assert "⠋ train tiny, 900 steps" in shown(waiting.progress, 80)
+    assert not ProgressFilter(0.0).filter(waiting)  # elsewhere than in a terminal, it says nothing new
     assert record.getMessage() == "tracing the programs of the run"  # not "0%"
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
     seen = shown(record.progress, 80)
