@@ -80,7 +80,7 @@ def details(summary: str, *contents: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{''.join(contents)}</details>"
 
 
-def columns(*contents: str) -> str:
-    """Contents side by side, stacked on narrow pages; "" without contents."""
+def columns(*contents: str, only_wide: bool = False) -> str:
+    """Contents side by side, stacked on narrow pages or, with `only_wide`, left out; "" without contents."""
     shown = "".join(f"<div>{content}</div>" for content in contents)
-    return f'<div class="beside">{shown}</div>' if any(contents) else ""
+    return f'<div class="beside{" only-wide" * only_wide}">{shown}</div>' if any(contents) else ""

@@ -286,17 +286,20 @@ def _samples(facts: Mapping[str, Any]) -> list[str]:
     after, before = facts["samples"], facts["samples_before"]
     if not before or [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
         return [_sample(sample) for sample in after]
-    pairs = [(_sample(one), _sample(other)) for one, other in zip(before, after, strict=True)]
+    pairs = [
+        (_sample(one, "Before"), _sample(other, "After")) for one, other in zip(before, after, strict=True)
+    ]
     return [
-        html.columns(html.paragraph("Before"), html.paragraph("After")),
+        html.columns(html.paragraph("Before"), html.paragraph("After"), only_wide=True),
         *(html.columns(*pair) for pair in pairs),
     ]
 
 
-def _sample(sample: Mapping[str, str]) -> str:
-    """A prompt and its continuation, in which several empty lines are shown as one."""
+def _sample(sample: Mapping[str, str], heading: str = "") -> str:
+    """A prompt and its continuation, with several empty lines as one; the heading on narrow pages."""
     prompt, text = escape(sample["prompt"]), escape(re.sub(r"\n{3,}", "\n\n", sample["text"].rstrip()))
-    return f'<blockquote><span class="quiet">{prompt}</span>{text}</blockquote>'
+    top = heading and f'<div class="only-narrow">{heading}</div>'
+    return f'{top}<blockquote><span class="quiet">{prompt}</span>{text}</blockquote>'
 
 
 def _export(folder: str, samples: Sequence[Mapping[str, str]]) -> str:

@@ -96,6 +96,7 @@ def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_a
     assert [sample["prompt"] for sample in report["samples_before"]] == prompts != []
     page = (store / "runs/sft/report.html").read_text()
     assert "<p>Before</p>" in page
+    assert 'only-narrow">Before<' in page  # where samples are below each other
     assert f"{sft['before']['validation_loss']:.4f}" in page
     rows = [json.loads(line) for line in (store / "runs/sft/metrics.jsonl").read_text().splitlines()]
     assert (rows[0]["step"], rows[0]["validation_loss"]) == (0, sft["before"]["validation_loss"])
