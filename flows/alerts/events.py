@@ -72,7 +72,7 @@ class RunAlerts:
         before = dict(self._state)
         if "steps" not in self._state:
             self._state["steps"] = 0
-            self._emit("started", f"started: {counted(self._profile.train.steps, 'step')} to train")
+            self._emit("started", f"started: {counted(self._profile.train.last_step, 'step')} to train")
         self._state["reports"] = self._reports
         if self._state != before:
             self._save()

@@ -239,7 +239,7 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     speed = f"{planned.tokens_per_second:,.0f} tokens/s" + (f", MFU {planned.mfu:.0%}" if planned.mfu else "")
     rows.append(("speed", f"{format_step_time(planned.step_seconds)} per step, {speed}"))
     if planned.days is not None:
-        total = f"{in_days(planned.days)}, {format_number(planned.node_hours)} node-hours"
+        total = f"{in_days(planned.days)}, {format_number(required(planned.node_hours))} node-hours"
         if planned.price is not None:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} per node-hour"
         rows.append(("total", total))
