@@ -20,7 +20,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.alerts.automations import read_automation, register_alerts
+from flows.alerts.automations import read_automation, register_alerts, register_evaluation
 from flows.server import deployments
 from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
 from profiles.arguments import Parser
@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add("--alerts TYPE/NAME", about)
     about = "register the deployments of this file, in the format of prefect.yaml"
     parser.add("--deployments FILE", about, type=Path)
+    about = "evaluate each completed checkpoint, with these tasks of lm-evaluation-harness"
+    parser.add("--evaluate TASK", about, nargs="*")
     options = parser.parse_args(arguments)
     register_pool()
     register_automation()
@@ -87,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
         register_alerts(options.alerts)
         if options.deployments:
             asyncio.run(deployments.register(options.deployments))
+        if options.evaluate is not None:
+            register_evaluation(options.evaluate)
     except ProfileError as error:
         print(f"trainshed: {error}", file=sys.stderr)
         return 2

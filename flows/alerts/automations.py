@@ -1,18 +1,21 @@
-"""Notification automations, one per kind of event, created once a notification block is named.
+"""Automations on events of runs: notifications, and the evaluation of completed checkpoints.
 
-A block is one of Prefect's own for Slack, e-mail, webhooks and others, created in Prefect's UI or by `prefect block`; it is named
-by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as disabling one kind,
-persist. Without a block there are none, as an automation without an action notifies nobody.
+There is a notification for each kind of event, once a notification block is named: one of Prefect's own for Slack, e-mail,
+webhooks and others, created in Prefect's UI or by `prefect block`, and named by type and name, as in slack-webhook/team. It is
+created once: changes in Prefect's UI, such as disabling one kind, persist. Without a block there are none, as an automation
+without an action notifies nobody. Checkpoints are evaluated only on request (`trainshed up --evaluate`), by the deployment
+evaluate/evaluate, which must be registered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
-from prefect.events.actions import ActionTypes, SendNotification
+from prefect.events.actions import ActionTypes, RunDeployment, SendNotification
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -22,6 +25,7 @@ from profiles.errors import ProfileError
 
 FAILED = "failed"  # the kind whose events are Prefect's own, so that they also cover a flow whose process was killed
 NOTIFY = "notify"  # capability of notification blocks
+EVALUATION = "Evaluate completed checkpoints"  # name of the automation
 
 
 def register_alerts(block: str | None = None) -> None:
@@ -42,6 +46,31 @@ def register_alerts(block: str | None = None) -> None:
             continue
         existing.trigger = trigger
         existing.update()
+
+
+def register_evaluation(tasks: Sequence[str]) -> None:
+    """Create the automation that evaluates checkpoints, or update its tasks; once disabled, it stays so.
+
+    Raises ObjectNotFound without the deployment.
+    """
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("evaluate/evaluate")
+    rendered = {
+        "run": "{{ event.payload.run }}",
+        "store": "{{ event.payload.store }}",
+        "work_dir": "{{ event.payload.folder.rpartition('/runs/')[0] }}",
+    }
+    parameters: dict[str, Any] = {
+        name: {"__prefect_kind": "jinja", "template": text} for name, text in rendered.items()
+    }
+    trigger = trigger_for("checkpoint")
+    action = RunDeployment(deployment_id=deployment.id, parameters={**parameters, "tasks": list(tasks)})
+    if (existing := read_automation(EVALUATION)) is None:
+        about = "Run evaluate/evaluate when a checkpoint is complete"
+        Automation(name=EVALUATION, description=about, trigger=trigger, actions=[action]).create()
+        return
+    existing.trigger, existing.actions = trigger, [action]
+    existing.update()
 
 
 def read_automation(name: str) -> Automation | None:

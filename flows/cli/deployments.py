@@ -81,18 +81,14 @@ def register(
     wanted = listed(home, every=options.all)
     folder = settings.get("env", {}).get("TRAINSHED_FOLDER", str(Path.cwd()))
     command = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
+    command += [] if options.evaluate is None else ["--evaluate", *options.evaluate]
     if _is_registered(api, home, wanted, folder):
-        if code := _run(command, home, log_file, settings):
-            return code
-    elif code := _deploy(command, home, wanted, log_file, settings):
+        return _run(command, home, log_file, settings)
+    if code := _deploy(command, home, wanted, log_file, settings):
         return code
-    else:
-        with contextlib.suppress(OSError, ValueError):
-            _write_digest(api, _digest(home, api, wanted, folder))
-    if options.evaluate is None:
-        return DONE
-    tasks = [part for task in options.evaluate for part in ("--task", task)]
-    return _run(["flows.alerts.evaluation", *tasks], home, log_file, settings)
+    with contextlib.suppress(OSError, ValueError):
+        _write_digest(api, _digest(home, api, wanted, folder))
+    return DONE
 
 
 def _is_registered(api: str, home: Path, wanted: Sequence[Mapping[str, Any]], folder: str) -> bool:

@@ -7,7 +7,7 @@ from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
-from flows.alerts.evaluation import NAME, register_evaluation
+from flows.alerts.automations import EVALUATION, register_evaluation
 from flows.alerts.events import emit
 from tests.waiting import until
 
@@ -26,7 +26,7 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
         register_evaluation(["endings"])
         register_evaluation(["endings", "others"])  # updates the existing one
         time.sleep(2)  # until the server's triggers know the automation
-        emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first")
+        emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first", store="/fsx/store")
         remote = {"folder": "/fsx/shared/runs/second", "store": "s3://bucket/store"}
         emit("checkpoint", "second", "complete", step=20, **remote)
         of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
@@ -37,7 +37,7 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
 
         found = until(both, SECONDS, every=0.5)
         client.delete_deployment(deployment)
-    Automation.read(name=NAME).delete()
+    Automation.read(name=EVALUATION).delete()
     tasks = ["endings", "others"]
     assert sorted((run.parameters for run in found), key=lambda parameters: parameters["run"]) == [
         {"run": "first", "tasks": tasks, "store": "/fsx/store", "work_dir": "/fsx/store"},
