@@ -37,10 +37,11 @@ from benchmarks.harness.timing import (
     seconds,
 )
 from parallel import Mesh, ShardedAdamW
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, locations
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
 from parallel.checkpoint.checksums import FileDescription
 from parallel.checkpoint.reader import Reader
+from parallel.checkpoint.saver import Saver
 from parallel.initialization import Normal
 from parallel.layout import Layout, Section, parameter
 
@@ -60,7 +61,7 @@ def main() -> int:
     steps: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="benchmarks-checkpoints-") as name:
         folder = Path(name)
-        saver = checkpoint.Saver(optimizer, asynchronous=True)
+        saver = Saver(optimizer, asynchronous=True)
         saver.begin(
             folder / "step_0", {}
         )  # plans the files and allocates buffers, as a run's first save does
@@ -75,21 +76,19 @@ def main() -> int:
 
         def timed_save(save: Callable[[Path], object]) -> float:
             duration = seconds(lambda: save(folder / "other"))
-            checkpoint.discard(folder / "other")
+            locations.discard(folder / "other")
             return duration
 
         def stall() -> float:
             duration = stall_seconds(saver, folder / "other", steps)
-            checkpoint.discard(folder / "other")
+            locations.discard(folder / "other")
             return duration
 
         sides = {name: lambda save=save: timed_save(save) for name, save in saves.items()}
         results = alternate({"stall": stall, **sides}, options.rounds, keep=keep)
         shard = make_optimizer(options.parameters, Mesh(data=4, rank=1))
         loads = {
-            "load": lambda: load(
-                folder / "step_0", shard, checkpoint.read_marker(folder / "step_0")["files"]
-            ),
+            "load": lambda: load(folder / "step_0", shard, locations.read_marker(folder / "step_0")["files"]),
             "unverified": lambda: load(folder / "step_0", shard, None),
             "DCP load": lambda: load_dcp(folder / "step_0", shard),
         }
@@ -113,7 +112,7 @@ def make_optimizer(parameters: int, mesh: Mesh) -> ShardedAdamW:
     return optimizer
 
 
-def stall_seconds(saver: checkpoint.Saver, path: Path, steps: list[tuple[float, float]]) -> float:
+def stall_seconds(saver: Saver, path: Path, steps: list[tuple[float, float]]) -> float:
     """Seconds that an asynchronous save blocks training; appends step times without and during the save."""
     usual = statistics.median(seconds(step) for _ in range(10))
     stall = seconds(lambda: saver.begin(path, {}))

@@ -25,7 +25,7 @@ from modeling.conversion.weights import Part, Weights, slices
 from modeling.models.build import DTYPES
 from modeling.models.families import model_class
 from parallel import Mesh
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import boxes, locations
 from parallel.checkpoint.reader import Reader, StoredBox
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
@@ -35,7 +35,7 @@ from profiles.sections.model import Model
 from profiles.validation_errors import profile_error
 
 FILE_BYTES = 2 * 10**9
-PREFIX = checkpoint.PREFIX["master"]
+PREFIX = boxes.PREFIX["master"]
 
 
 class _Described(Section):
@@ -50,7 +50,7 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
     Raises:
         ValueError: the checkpoint is incomplete, or its marker does not describe a model.
     """
-    about = checkpoint.read_marker(folder)
+    about = locations.read_marker(folder)
     try:
         profile = about["profile"]
         precision = profile.get("train", {}).get("precision")
@@ -59,7 +59,7 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
         reason: object = repr(error)
         if isinstance(error, ValidationError):
             reason = profile_error(error, profile, _Described)
-        raise ValueError(f"{folder / checkpoint.MARKER}: does not describe a model: {reason}") from error
+        raise ValueError(f"{folder / locations.MARKER}: does not describe a model: {reason}") from error
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
@@ -68,7 +68,7 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
     Raises:
         CorruptCheckpoint: a file is missing or corrupted; also raised when parts are read.
     """
-    described = checkpoint.read_marker(folder).get("files", {})  # empty if a conversion wrote it
+    described = locations.read_marker(folder).get("files", {})  # empty if a conversion wrote it
     reader = Reader(folder, described)
     names = [name for name in reader.tensors if name.startswith(f"{PREFIX}.")]
     reader.open(names)
@@ -160,6 +160,6 @@ def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, so
         "profile": {"model": model.model_dump(mode="json")},
         "torch": torch.__version__,
     }
-    temporary = folder / f".{checkpoint.MARKER}"
+    temporary = folder / f".{locations.MARKER}"
     temporary.write_text(json.dumps(about, indent=1))
-    os.replace(temporary, folder / checkpoint.MARKER)
+    os.replace(temporary, folder / locations.MARKER)

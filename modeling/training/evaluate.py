@@ -29,7 +29,7 @@ from modeling.training.generate import generate_samples
 from modeling.training.recovery.checkpoints import load_base, load_reference
 from modeling.training.recovery.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer, job_parser
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, locations
 from parallel.device import Download
 from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Trainer(profile, graphs, ahead=ahead) as trainer:
             evaluate_checkpoint(trainer, options)
-    except checkpoint.CorruptCheckpoint as error:
+    except locations.CorruptCheckpoint as error:
         log.error(f"rejected: {error}")
         return exit_codes.REJECTED
     return 0
@@ -186,7 +186,7 @@ def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:
     """Load the weights of a complete checkpoint; returns its step. Raises ValueError if missing."""
     profile = trainer.profile
     saved = dict(
-        checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / run_files.CHECKPOINTS)
+        locations.complete_checkpoints(options.checkpoints or options.run_folder / run_files.CHECKPOINTS)
     )
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
@@ -201,10 +201,10 @@ def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:
     load_reference(options.weights, trainer.reference_model)
     try:
         checkpoint.load(location, optimizer, weights_only=True)
-    except checkpoint.CorruptCheckpoint as error:
+    except locations.CorruptCheckpoint as error:
         others = ", ".join(f"{options.run_folder.name}@{other}" for other in sorted(saved) if other != step)
         instead = f", or evaluate another: {others}" if others else ""
-        raise checkpoint.CorruptCheckpoint(f"{error}; restore it from a backup{instead}") from error
+        raise locations.CorruptCheckpoint(f"{error}; restore it from a backup{instead}") from error
     return step
 
 

@@ -22,7 +22,7 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.training.evaluate import load_checkpoint
 from modeling.training.generate import FULL, next_tokens, sampled_rows
 from modeling.training.trainer import Trainer, job_parser
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import locations
 from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
                 data = io.BytesIO()
                 np.save(data, rows.numpy().astype(np.int32))
                 state_files.write(options.output, data.getvalue())
-    except checkpoint.CorruptCheckpoint as error:
+    except locations.CorruptCheckpoint as error:
         log.error(f"rejected: {error}")
         return exit_codes.REJECTED
     return 0

@@ -43,6 +43,7 @@ from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statist
 from modeling.training.trainer import Trainer, job_parser, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
+from parallel.checkpoint.saver import StaleAttempt
 from profiles.errors import counted
 from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
                 stacks, trainer.mesh.rank, timeouts_of(profile), trainer.connect_store()
             ) as watchdog:
                 return TrainingRun(trainer, options, stop, watchdog).train()
-    except (checkpoint.StaleAttempt, checkpoint.LoadFailed, SaveGivenUp) as reason:
+    except (StaleAttempt, checkpoint.LoadFailed, SaveGivenUp) as reason:
         log.error(f"{type(reason).__name__}: {reason}")
         return 1
     except Rejected as reason:

@@ -20,57 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
-from parallel.checkpoint.locations import (
-    MARKER,
-    QUARANTINE,
-    CorruptCheckpoint,
-    Location,
-    claim,
-    claimed_by,
-    complete_checkpoints,
-    discard,
-    discard_incomplete,
-    free_aside,
-    join,
-    move_aside,
-    name_of,
-    quarantine,
-    quarantined,
-    read_marker,
-)
+from parallel.checkpoint.locations import MARKER, CorruptCheckpoint, Location, name_of, read_marker
 from parallel.checkpoint.reader import Reader
-from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt, random_key
+from parallel.checkpoint.saver import Saver, random_key
 from parallel.device import random_states, set_random_states
 from parallel.mesh import Mesh
 from parallel.optimizer.sharded_adamw import ShardedAdamW
-
-__all__ = [
-    "MARKER",
-    "PREFIX",
-    "QUARANTINE",
-    "CorruptCheckpoint",
-    "LoadFailed",
-    "Location",
-    "OtherOptimizer",
-    "SaveFailed",
-    "Saver",
-    "StaleAttempt",
-    "claim",
-    "claimed_by",
-    "complete_checkpoints",
-    "discard",
-    "discard_incomplete",
-    "free_aside",
-    "join",
-    "load",
-    "load_frozen",
-    "move_aside",
-    "name_of",
-    "quarantine",
-    "quarantined",
-    "read_marker",
-    "save",
-]
 
 
 class LoadFailed(RuntimeError):

@@ -14,18 +14,18 @@ from torch import Tensor
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.models.build import DTYPES
 from modeling.models.lora_targets import Layer, layers_of
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import boxes, locations
 from parallel.checkpoint.reader import Reader
 from profiles.schema import Profile
 
-PREFIX = checkpoint.PREFIX["master"]
+PREFIX = boxes.PREFIX["master"]
 
 
 class TrainedAdapters(Adapters):
     """The adapters of a complete checkpoint. Raises ValueError if it has none, or is corrupted."""
 
     def __init__(self, folder: Path) -> None:
-        about = checkpoint.read_marker(folder)
+        about = locations.read_marker(folder)
         profile = Profile.model_validate(about["profile"])
         if not profile.lora.rank:
             raise ValueError(f"{folder}: not a checkpoint of LoRA adapters")

@@ -15,7 +15,7 @@ from modeling.models.build import build_optimizer
 from modeling.models.language_model import LanguageModel
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
-from parallel.checkpoint.checkpoint import Location
+from parallel.checkpoint.locations import Location
 from profiles.schema import Profile
 
 if TYPE_CHECKING:

@@ -38,8 +38,9 @@ from modeling.training.recovery.resume import (
 from modeling.training.recovery.row_upload import RowUpload
 from modeling.training.trainer import Trainer
 from parallel import Mesh, ShardedAdamW
-from parallel.checkpoint import checkpoint
-from parallel.checkpoint.checkpoint import Location
+from parallel.checkpoint import checkpoint, locations
+from parallel.checkpoint.locations import Location
+from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt
 from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
 from profiles.sections.base import required
@@ -77,7 +78,7 @@ class Checkpoints:
         self.profile, self.leader, self.optimizer = trainer.profile, trainer.leader, optimizer
         self.mesh, self._reference = trainer.mesh, trainer.reference_model
         self.run, self.location, self.attempt = run, location, attempt
-        self._saver = checkpoint.Saver(
+        self._saver = Saver(
             optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
         )
         self._rows = RowUpload(run, location) if self.leader else None
@@ -174,7 +175,7 @@ class Checkpoints:
                 return None
             try:
                 return step, checkpoint.load(self._path(step), self.optimizer)
-            except checkpoint.CorruptCheckpoint as error:
+            except locations.CorruptCheckpoint as error:
                 reason = str(error)
                 call_on_leader(self.mesh, lambda: self._quarantine(step, reason))  # noqa: B023
             except checkpoint.OtherOptimizer as error:
@@ -186,7 +187,7 @@ class Checkpoints:
     def _quarantine(self, step: int, reason: str) -> None:
         """Move a corrupted checkpoint to quarantine; leader only."""
         self._check_fencing()
-        moved = checkpoint.quarantine(self.location, step, reason)
+        moved = locations.quarantine(self.location, step, reason)
         self._saved.pop(step, None)
         log.warning(f"checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
         record_event(self.run, "corrupted checkpoint", step=step, reason=f"{reason}; moved to {moved}")
@@ -261,9 +262,7 @@ class Checkpoints:
         if self._rows:
             self._rows.close()
 
-    def _begin(
-        self, step: int, validation_loss: float | None, state: dict[str, Any]
-    ) -> checkpoint.SaveFailed | None:
+    def _begin(self, step: int, validation_loss: float | None, state: dict[str, Any]) -> SaveFailed | None:
         """Start a save; returns the error if it failed."""
         self._step, self._validation_loss = step, validation_loss
         self._flush()
@@ -282,17 +281,17 @@ class Checkpoints:
             self._saver.begin(self._path(step), marker)
             if self._rows:
                 self._rows.begin()
-        except checkpoint.SaveFailed as error:
+        except SaveFailed as error:
             return self._record_failure(error)
         return None
 
-    def _finish(self) -> checkpoint.SaveFailed | None:
+    def _finish(self) -> SaveFailed | None:
         """Complete the pending save; returns the error if it failed."""
         if self._rows:
             self._rows.wait()  # the rows up to a complete checkpoint are in the store
         try:
             self._saver.finish()
-        except checkpoint.SaveFailed as error:
+        except SaveFailed as error:
             return self._record_failure(error)
         self._failures, self._has_saved = 0, True
         if self.leader:
@@ -304,7 +303,7 @@ class Checkpoints:
                 self._discard(step)
         return None
 
-    def _record_failure(self, error: checkpoint.SaveFailed) -> checkpoint.SaveFailed:
+    def _record_failure(self, error: SaveFailed) -> SaveFailed:
         self._failures += 1
         if self.leader:
             log.warning(f"step {self._step} could not be saved: {error}; retrying")
@@ -313,7 +312,7 @@ class Checkpoints:
             raise self._save_given_up(self._step, error, self._failures)
         return error
 
-    def _save_given_up(self, step: int, error: checkpoint.SaveFailed, attempts: int) -> SaveGivenUp:
+    def _save_given_up(self, step: int, error: SaveFailed, attempts: int) -> SaveGivenUp:
         message = f"step {step} could not be saved: {error}; gave up after {attempts} attempts"
         if not self.leader:
             return SaveGivenUp(message)
@@ -322,7 +321,7 @@ class Checkpoints:
         return SaveGivenUp(f"{message}; the latest complete checkpoint is {where}")
 
     def _path(self, step: int) -> Location:
-        return checkpoint.join(self.location, f"step_{step}")
+        return locations.join(self.location, f"step_{step}")
 
     def _discard(self, step: int) -> None:
         del self._saved[step]
@@ -336,9 +335,9 @@ class Checkpoints:
         `weights`, the seed. So a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
-        for name in checkpoint.discard_incomplete(self.location):
+        for name in locations.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
-        saved = dict(checkpoint.complete_checkpoints(self.location))
+        saved = dict(locations.complete_checkpoints(self.location))
         saved = self._applied.apply(saved)
         reject_beyond_last_step(self.profile, saved)
         self._saved = self._read_markers(saved)
@@ -356,15 +355,13 @@ class Checkpoints:
             StaleAttempt: a later attempt, from another machine, or another run of the name has claimed it before.
         """
         run = hashlib.sha256(self._run_identity.encode()).hexdigest()
-        owner = checkpoint.claimed_by(self.location)
+        owner = locations.claimed_by(self.location)
         found = state_files.parse(owner)  # None without a claim, or if it was cut off
         if found and (found["run"] != run or found["attempt"] > (self.attempt or found["attempt"])):
-            raise checkpoint.StaleAttempt(
-                f"{self.location}: claimed by {_describe(owner)}; this attempt ends"
-            )
+            raise StaleAttempt(f"{self.location}: claimed by {_describe(owner)}; this attempt ends")
         claim = {"run": run, "attempt": self.attempt or 0, "node": node_name(), "id": uuid4().hex}
         try:
-            checkpoint.claim(self.location, json.dumps(claim))
+            locations.claim(self.location, json.dumps(claim))
             self._claim = json.dumps(claim)
         except Exception as error:  # of any storage
             log.warning(
@@ -377,9 +374,9 @@ class Checkpoints:
         latest: dict[str, Any] = {}
         for step, source in saved.items():
             try:
-                marker = checkpoint.read_marker(source)
+                marker = locations.read_marker(source)
                 require_marker(marker, step, source)
-            except checkpoint.CorruptCheckpoint as error:
+            except locations.CorruptCheckpoint as error:
                 self._quarantine(step, str(error))
             else:
                 reject_other_run(state_files.parse(self._run_identity) or {}, marker, source)
@@ -397,27 +394,27 @@ class Checkpoints:
         identity = run_identity(self.run)
         if identity != self._run_identity:
             if identity:
-                raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
-            raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
+                raise StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
+            raise StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self.attempt is not None:
             self._check_attempt()
         if not self._claim:
             self._claim_location()
-        elif (owner := checkpoint.claimed_by(self.location)) != self._claim:
+        elif (owner := locations.claimed_by(self.location)) != self._claim:
             reason = f"claimed by {_describe(owner)}" if owner else "moved or removed during training"
-            raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
+            raise StaleAttempt(f"{self.location}: {reason}; this attempt ends")
 
     def _check_attempt(self) -> None:
         """Raise StaleAttempt if the run folder's attempt is not this one."""
         path = self.run / run_files.ATTEMPT
         text = state_files.read_text(path)
         if text is None:
-            raise checkpoint.StaleAttempt(f"{path}: removed during training; this attempt ends")
+            raise StaleAttempt(f"{path}: removed during training; this attempt ends")
         if not text.isdecimal():
             raise RuntimeError(f"{path}: corrupted: {text!r} is not a number")
         if int(text) != self.attempt:
             reason = f"attempt {int(text)} has taken over the run"
-            raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
+            raise StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
 def _describe(claim: str) -> str:
@@ -457,7 +454,7 @@ def require_marker(marker: Mapping[str, Any], step: int, source: Location) -> No
     wrong = state_files.wrong_key(marker, MARKER_TYPES)
     if wrong or marker.get("step", step) != step:
         reason = f"invalid {wrong}" if wrong else f"it is of step {marker['step']}"
-        raise checkpoint.CorruptCheckpoint(f"{source}: {checkpoint.MARKER} is corrupted: {reason}")
+        raise locations.CorruptCheckpoint(f"{source}: {locations.MARKER} is corrupted: {reason}")
 
 
 def comparable_loss(marker: Mapping[str, Any], profile: Profile) -> float | None:

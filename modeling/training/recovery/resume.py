@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modeling.training.metrics import checkpoint_completed
-from parallel.checkpoint import checkpoint
-from parallel.checkpoint.checkpoint import Location
+from parallel.checkpoint import locations
+from parallel.checkpoint.locations import Location
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from profiles.sections.model import PARAMETRIZATION
@@ -96,30 +96,30 @@ class AppliedRequest:
         last_kept = 0 if step is None or self._request.weights else step
         self._record = {"request": request, "weights": None, "saved": False}
         if step is not None or self._request.resume == "none":
-            self._record["quarantined"] = checkpoint.quarantined(self._location)
+            self._record["quarantined"] = locations.quarantined(self._location)
         if later := [s for s in saved if s > last_kept]:
-            aside = checkpoint.free_aside(self._location)
+            aside = locations.free_aside(self._location)
             self._record["moving"] = {"steps": later, "to": str(aside)}
             if self._request.weights and step is not None:
                 self._reject_other_run(saved[step])
-                self._record["weights"] = str(checkpoint.join(aside, f"step_{step}"))
+                self._record["weights"] = str(locations.join(aside, f"step_{step}"))
         self._write()
         return self._complete_move(saved)
 
     def _reject_other_run(self, source: Location) -> None:
         """Raise Rejected for weights that another run has written."""
         record = state_files.parse(state_files.read(self._path.parent / run_files.IDENTITY) or b"") or {}
-        with suppress(checkpoint.CorruptCheckpoint):  # rejected when it is loaded
-            reject_other_run(record, checkpoint.read_marker(source), source)
+        with suppress(locations.CorruptCheckpoint):  # rejected when it is loaded
+            reject_other_run(record, locations.read_marker(source), source)
 
     def _complete_move(self, saved: dict[int, Location]) -> dict[int, Location]:
         """Move aside the recorded checkpoints; returns those that remain."""
         if "moving" not in self._record:
             return saved
         moving = self._record.pop("moving")
-        checkpoint.move_aside(self._location, [s for s in moving["steps"] if s in saved], moving["to"])
+        locations.move_aside(self._location, [s for s in moving["steps"] if s in saved], moving["to"])
         names = ", ".join(f"step_{s}" for s in moving["steps"])
-        log.info(f"moved to {checkpoint.name_of(moving['to'])}: {names}")
+        log.info(f"moved to {locations.name_of(moving['to'])}: {names}")
         self._write()
         return {s: at for s, at in saved.items() if s not in moving["steps"]}
 
@@ -141,7 +141,7 @@ class AppliedRequest:
         Args:
             parent: the run and step that it was forked from, if it was.
         """
-        if {*checkpoint.quarantined(self._location)} - {*self._record.get("quarantined", ())}:
+        if {*locations.quarantined(self._location)} - {*self._record.get("quarantined", ())}:
             self.reject_without_intact_checkpoint()
         if parent and "quarantined" not in self._record and not self._record.get("saved"):
             raise Rejected(
@@ -155,9 +155,9 @@ class AppliedRequest:
             )
 
     def reject_without_intact_checkpoint(self) -> NoReturn:
-        names = ", ".join(checkpoint.quarantined(self._location))
+        names = ", ".join(locations.quarantined(self._location))
         raise Rejected(
-            f"{self._location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
+            f"{self._location}: no intact checkpoint; {names} are corrupted, in {locations.QUARANTINE}: restore a checkpoint "
             f"from a backup, or {self._way_to_start_over()} to train from the beginning"
         )
 
@@ -238,6 +238,6 @@ def check_same_model(profile: Profile, marker: dict[str, Any], source: Location)
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise Rejected(
-                f"{checkpoint.name_of(source)} belongs to another model: model.{name} is {theirs.get(name)} in the "
+                f"{locations.name_of(source)} belongs to another model: model.{name} is {theirs.get(name)} in the "
                 f"checkpoint, {ours.get(name)} in the profile"
             )

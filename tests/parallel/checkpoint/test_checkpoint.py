@@ -16,8 +16,9 @@ from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
-from parallel.checkpoint import checkpoint, reader, writer
+from parallel.checkpoint import checkpoint, locations, reader, writer
 from parallel.checkpoint.reader import Reader
+from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt
 from parallel.layers.linear import ReplicatedLinear
 from parallel.optimizer.grouping import EverywhereRule
 from parallel.optimizer.muon import Muon
@@ -166,22 +167,22 @@ def test_weights_only_keeps_the_fresh_optimizer(tmp_path):
 def test_checkpoint_without_marker_is_not_loaded(tmp_path):
     for step in (2, 10, 30):
         checkpoint.save(tmp_path / f"step_{step}", trained_optimizer(), {"step": step})
-    (tmp_path / "step_30" / checkpoint.MARKER).unlink()
-    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path)] == [2, 10]
+    (tmp_path / "step_30" / locations.MARKER).unlink()
+    assert [step for step, _ in locations.complete_checkpoints(tmp_path)] == [2, 10]
     with pytest.raises(ValueError, match=r"step_30: not a complete checkpoint; complete.json is missing"):
         checkpoint.load(tmp_path / "step_30", trained_optimizer())
 
 
 def test_stale_attempt_publishes_nothing(tmp_path):
     def fencing_check():
-        raise checkpoint.StaleAttempt("attempt 2 has taken over")
+        raise StaleAttempt("attempt 2 has taken over")
 
     checkpoint.save(tmp_path / "step_1", trained_optimizer(), {})
     for step in (1, 2):  # the successor has saved the first
-        with pytest.raises(checkpoint.StaleAttempt):
+        with pytest.raises(StaleAttempt):
             checkpoint.save(tmp_path / f"step_{step}", trained_optimizer(), {}, fencing_check)
     checkpoint.load(tmp_path / "step_1", trained_optimizer())
-    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path)] == [1]
+    assert [step for step, _ in locations.complete_checkpoints(tmp_path)] == [1]
 
 
 def test_save_replaces_an_existing_checkpoint(tmp_path):
@@ -195,7 +196,7 @@ def test_save_replaces_an_existing_checkpoint(tmp_path):
 
 def test_marker_contains_about_mesh_and_versions(tmp_path):
     checkpoint.save(tmp_path / "step_1", trained_optimizer(), {"step": 1, "profile": {"name": "p"}})
-    marker = json.loads((tmp_path / "step_1" / checkpoint.MARKER).read_text())
+    marker = json.loads((tmp_path / "step_1" / locations.MARKER).read_text())
     sizes = {name: described["size"] for name, described in marker.pop("files").items()}
     shard = next((tmp_path / "step_1").glob("*.distcp"))
     index = tmp_path / "step_1/.metadata"
@@ -241,7 +242,7 @@ def save_asynchronously(folder: Path) -> bool:
     case = Case(tensor=2, data=2)
     trainer, optimizer = build(case)
     try:
-        saver = checkpoint.Saver(optimizer, asynchronous=True)
+        saver = Saver(optimizer, asynchronous=True)
         for step in range(3):  # later saves reuse the host copies of the first
             train_step(trainer, optimizer, case, step)
             exact = [bucket.master.clone() for bucket in optimizer.buckets]
@@ -285,7 +286,7 @@ def test_failed_write_of_one_rank_fails_the_save_on_all_ranks(tmp_path, pool):
 
 def save_with_failing_rank(folder: Path) -> str:
     trainer, optimizer = build(Case(data=2))
-    saver = checkpoint.Saver(optimizer, asynchronous=True)
+    saver = Saver(optimizer, asynchronous=True)
     try:
         if trainer.mesh.rank == 1:
             write = saver._write
@@ -297,7 +298,7 @@ def save_with_failing_rank(folder: Path) -> str:
             saver._write = failing_write
         saver.begin(folder / "step_1", {})
         saver.finish()
-    except checkpoint.SaveFailed as reason:
+    except SaveFailed as reason:
         return str(reason)
     finally:
         trainer.mesh.close()
@@ -305,11 +306,11 @@ def save_with_failing_rank(folder: Path) -> str:
 
 
 def test_error_of_creating_a_writer_fails_the_save_at_finish(tmp_path, monkeypatch):
-    saver = checkpoint.Saver(trained_optimizer())
+    saver = Saver(trained_optimizer())
     with monkeypatch.context() as patch:
         patch.setattr(writer, "renew_credentials", lambda files: int("half a file"))
         saver.begin(tmp_path / "step_1", {})
-    with pytest.raises(checkpoint.SaveFailed, match=r"rank 0: ValueError: .*half a file"):
+    with pytest.raises(SaveFailed, match=r"rank 0: ValueError: .*half a file"):
         saver.finish()
     saver.begin(tmp_path / "step_1", {})
     saver.finish()

@@ -9,7 +9,7 @@ import s3fs
 import torch
 
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
-from parallel.checkpoint import checkpoint, saver
+from parallel.checkpoint import checkpoint, locations, saver
 from parallel.checkpoint.boxes import boxed_tensors
 from parallel.checkpoint.reader import Reader
 from tests import s3
@@ -86,7 +86,7 @@ def load(address: str) -> tuple[bool, int]:
 @pytest.mark.s3
 def test_rank_fetches_only_its_shard(pool, address):
     run_on_ranks(pool, 2, save, address)
-    assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [3]
+    assert [step for step, _ in locations.complete_checkpoints(address)] == [3]
     for same, fetched in run_on_ranks(pool, 8, load, address):
         assert same
         shard = 3 * 4 * WIDTH / 8
@@ -98,11 +98,11 @@ def test_rank_fetches_only_its_shard(pool, address):
     content = bytearray(files.cat_file(first_rank))
     content[2_000_000] ^= 1
     files.pipe_file(first_rank, bytes(content))
-    marker = checkpoint.read_marker(f"{address}/step_3")
+    marker = locations.read_marker(f"{address}/step_3")
     for rank, corrupted in ((3, True), (4, False)):  # the second half is in the other file
         shards = boxed_tensors(optimizer(Mesh(data=8, rank=rank), seed=2).state_boxes())
         reader = Reader(f"{address}/step_3", marker["files"])
-        with pytest.raises(checkpoint.CorruptCheckpoint) if corrupted else nullcontext():
+        with pytest.raises(locations.CorruptCheckpoint) if corrupted else nullcontext():
             reader.load(shards)
 
 
@@ -112,21 +112,21 @@ def test_incomplete_checkpoints_are_ignored_and_removed(address):
         checkpoint.save(f"{address}/step_{step}", optimizer(Mesh(), step), {"step": step})
     files = s3fs.S3FileSystem()
     files.rm(f"{address}/step_2/complete.json")
-    assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [1]
+    assert [step for step, _ in locations.complete_checkpoints(address)] == [1]
     with pytest.raises(ValueError, match=r"step_2: not a complete checkpoint"):
         checkpoint.load(f"{address}/step_2", optimizer(Mesh(), 3))
-    assert checkpoint.discard_incomplete(address) == ["step_2"]
+    assert locations.discard_incomplete(address) == ["step_2"]
     assert not any("step_2" in path for path in files.find(address))
-    aside = checkpoint.free_aside(address)
-    checkpoint.move_aside(address, [1], aside)
+    aside = locations.free_aside(address)
+    locations.move_aside(address, [1], aside)
     assert aside == f"{address}~1"
-    assert [step for step, _ in checkpoint.complete_checkpoints(aside)] == [1]
-    assert list(checkpoint.complete_checkpoints(address)) == []
-    moved = checkpoint.quarantine(aside, 1, "why")
+    assert [step for step, _ in locations.complete_checkpoints(aside)] == [1]
+    assert list(locations.complete_checkpoints(address)) == []
+    moved = locations.quarantine(aside, 1, "why")
     assert moved == f"{address}~1/quarantine/step_1"
-    assert list(checkpoint.complete_checkpoints(aside)) == []
-    assert checkpoint.quarantined(aside) == ["step_1"]
-    assert not any(path.endswith(checkpoint.MARKER) for path in files.find(aside))
+    assert list(locations.complete_checkpoints(aside)) == []
+    assert locations.quarantined(aside) == ["step_1"]
+    assert not any(path.endswith(locations.MARKER) for path in files.find(aside))
 
 
 def test_refusal_without_a_message_is_reported_by_its_cause():

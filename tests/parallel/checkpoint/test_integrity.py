@@ -11,6 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from parallel.checkpoint import checkpoint, files, locations
+from parallel.checkpoint.saver import Saver
 from tests.parallel.checkpoint.test_checkpoint import Case, build, trained_optimizer
 
 
@@ -49,7 +50,7 @@ def test_every_flipped_bit_is_detected_and_its_file_named(saved, monkeypatch):
         size = path.stat().st_size
         for position in {*range(0, size, size // 20), size - 1}:
             flip(path, position)
-            with pytest.raises(checkpoint.CorruptCheckpoint, match=f"step_1/{path.name}: corrupted"):
+            with pytest.raises(locations.CorruptCheckpoint, match=f"step_1/{path.name}: corrupted"):
                 checkpoint.load(saved, loaded)
             flip(path, position)
     checkpoint.load(saved, loaded)
@@ -70,8 +71,8 @@ def load_with_corrupted_file_of_rank_1(folder: Path) -> str:
         checkpoint.save(folder / "step_1", optimizer, {})
         if trainer.mesh.rank == 0:
             flip(next((folder / "step_1").glob("*_1_0.distcp")), 30_000)
-        checkpoint.Saver(optimizer)._on_rank_0(lambda: None)  # the other rank waits for the flip
-        with pytest.raises(checkpoint.CorruptCheckpoint) as raised:
+        Saver(optimizer)._on_rank_0(lambda: None)  # the other rank waits for the flip
+        with pytest.raises(locations.CorruptCheckpoint) as raised:
             checkpoint.load(folder / "step_1", optimizer)
         return str(raised.value)
     finally:
@@ -81,20 +82,20 @@ def load_with_corrupted_file_of_rank_1(folder: Path) -> str:
 @pytest.mark.parametrize("checksums", [True, False])
 def test_truncated_or_missing_file_is_corruption(saved, checksums):
     if not checksums:  # as in checkpoints from before there were checksums
-        marker = json.loads((saved / checkpoint.MARKER).read_text())
+        marker = json.loads((saved / locations.MARKER).read_text())
         del marker["files"]
-        (saved / checkpoint.MARKER).write_text(json.dumps(marker))
+        (saved / locations.MARKER).write_text(json.dumps(marker))
         next(saved.glob("*.checksums")).unlink()
     checkpoint.load(saved, loaded := trained_optimizer(width=9000))
     path = shard(saved)
     path.write_bytes(path.read_bytes()[:50_000])
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=rf"step_1/{path.name}: corrupted"):
+    with pytest.raises(locations.CorruptCheckpoint, match=rf"step_1/{path.name}: corrupted"):
         checkpoint.load(saved, loaded)
     path.unlink()
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=rf"step_1/{path.name}: missing"):
+    with pytest.raises(locations.CorruptCheckpoint, match=rf"step_1/{path.name}: missing"):
         checkpoint.load(saved, loaded)
-    (saved / checkpoint.MARKER).write_text("")
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=r"step_1: complete.json is corrupted"):
+    (saved / locations.MARKER).write_text("")
+    with pytest.raises(locations.CorruptCheckpoint, match=r"step_1: complete.json is corrupted"):
         checkpoint.load(saved, loaded)
 
 
@@ -103,7 +104,7 @@ def test_marker_with_other_values_and_a_pipe_in_place_of_a_file_are_corruption(s
     about = json.loads(marker.read_text())
     for change in ({"files": None}, {"files": {".metadata": 5}}, {"optimizer_steps": "1"}):
         marker.write_text(json.dumps(about | change))
-        with pytest.raises(checkpoint.CorruptCheckpoint, match=r"complete\.json is corrupted"):
+        with pytest.raises(locations.CorruptCheckpoint, match=r"complete\.json is corrupted"):
             checkpoint.load(saved, loaded)
     marker.write_text(json.dumps(about))
     for path in (shard(saved), saved / ".metadata", marker):
@@ -111,7 +112,7 @@ def test_marker_with_other_values_and_a_pipe_in_place_of_a_file_are_corruption(s
         links = (partial(Path.symlink_to, target=target) for target in ("nowhere", path.name))
         for make in (os.mkfifo, Path.mkdir, *links):
             make(path)
-            with pytest.raises(checkpoint.CorruptCheckpoint, match=f"{path}: corrupted: not a regular file"):
+            with pytest.raises(locations.CorruptCheckpoint, match=f"{path}: corrupted: not a regular file"):
                 checkpoint.load(saved, loaded)
             path.rmdir() if path.is_dir() else path.unlink()
         kept.rename(path)
@@ -141,14 +142,14 @@ def test_checkpoint_whose_marker_cannot_be_read_is_not_discarded(saved, monkeypa
     info = LocalFileSystem.info
 
     def stale(self, path, **named):
-        if str(path).endswith(checkpoint.MARKER):
+        if str(path).endswith(locations.MARKER):
             raise OSError(errno.ESTALE, "stale file handle")
         return info(self, path, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFileSystem, "info", stale)
         with pytest.raises(OSError, match="stale"):
-            checkpoint.discard_incomplete(saved.parent)
+            locations.discard_incomplete(saved.parent)
     checkpoint.load(saved, trained_optimizer(width=9000))
 
 
@@ -158,14 +159,14 @@ def test_linked_checkpoint_stays_intact_where_it_is(saved, tmp_path, absolute):
     location.mkdir()
     link, target = location / "step_1", saved if absolute else Path("../step_1")
     link.symlink_to(target)
-    checkpoint.discard(link)
+    locations.discard(link)
     assert not link.is_symlink()
     link.symlink_to(target)
     aside = tmp_path / "deeper/aside"
     locations.move_aside(location, [1], aside)
     assert (aside / "step_1").resolve() == saved
     link.symlink_to(target)
-    moved = checkpoint.quarantine(location, 1, "why")
+    moved = locations.quarantine(location, 1, "why")
     assert (moved.resolve(), link.is_symlink()) == (saved, False)
     assert sorted(saved.iterdir()) == contents
     checkpoint.load(saved, trained_optimizer(width=9000))
@@ -176,7 +177,7 @@ def test_interrupted_move_in_an_object_store_continues_where_it_was(monkeypatch,
     """In calls that copy several objects at once; the marker follows in the last."""
     location, store, calls = f"memory://interrupted-{corrupted}/checkpoints", MemoryFileSystem(), []
     names = [f"{number}.distcp" for number in range(4)]
-    for name in (*names, checkpoint.MARKER):
+    for name in (*names, locations.MARKER):
         store.pipe_file(f"{location}/step_1/{name}", b"{}")
 
     def copy(self, sources, targets):
@@ -190,16 +191,16 @@ def test_interrupted_move_in_an_object_store_continues_where_it_was(monkeypatch,
 
     def move() -> str:
         if corrupted:
-            return checkpoint.quarantine(location, 1, "why")
-        checkpoint.move_aside(location, [1], f"{location}~1")
+            return locations.quarantine(location, 1, "why")
+        locations.move_aside(location, [1], f"{location}~1")
         return f"{location}~1/step_1"
 
     monkeypatch.setattr(MemoryFileSystem, "copy", copy)
     with pytest.raises(KeyboardInterrupt):
         move()
     moved = move()
-    assert calls == [names, names[3:], [checkpoint.MARKER]]
-    marker = locations.CORRUPTED_MARKER if corrupted else checkpoint.MARKER
+    assert calls == [names, names[3:], [locations.MARKER]]
+    marker = locations.CORRUPTED_MARKER if corrupted else locations.MARKER
     assert {*locations.sizes(moved)} - {"reason.txt"} == {*names, marker}
     assert store.find(f"{location}/step_1") == []
 
@@ -208,11 +209,11 @@ def test_only_folders_named_as_steps_count(saved):
     root = saved.parent
     for name in ("step_1.bak", "step_0x", "step_01", "backup/step_2", "quarantine/step_3"):
         (root / name).mkdir(parents=True)
-        (root / name / checkpoint.MARKER).write_text("{}")
-    assert [step for step, _ in checkpoint.complete_checkpoints(root)] == [1]
-    assert checkpoint.discard_incomplete(root) == []
-    moved = checkpoint.quarantine(root, 1, "why")
+        (root / name / locations.MARKER).write_text("{}")
+    assert [step for step, _ in locations.complete_checkpoints(root)] == [1]
+    assert locations.discard_incomplete(root) == []
+    moved = locations.quarantine(root, 1, "why")
     assert (moved / "reason.txt").read_text() == "why\n"
-    assert checkpoint.quarantined(root) == ["step_1", "step_3"]
-    assert not (moved / checkpoint.MARKER).exists()
-    assert list(checkpoint.complete_checkpoints(root)) == []
+    assert locations.quarantined(root) == ["step_1", "step_3"]
+    assert not (moved / locations.MARKER).exists()
+    assert list(locations.complete_checkpoints(root)) == []

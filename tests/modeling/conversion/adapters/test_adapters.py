@@ -17,7 +17,7 @@ from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.weights import Weights
 from modeling.models.families import huggingface_tensor
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import locations
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from profiles.huggingface.config import from_config_json
@@ -337,7 +337,7 @@ def test_corrupted_adapters_of_a_run_are_rejected(lora_run):
     [*read_adapters(lora_run)]
     box = Reader(saved).tensors[f"{native.PREFIX}.layers.0.attention.qkv.lora.b.q.weight"].boxes[0]
     flip(saved / box.file, box.start + box.length // 2)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=f"{box.file}: corrupted"):
+    with pytest.raises(locations.CorruptCheckpoint, match=f"{box.file}: corrupted"):
         [*read_adapters(lora_run)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modeling.training.recovery.checkpoints import comparable_loss, retained
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import locations
 from profiles.files import exit_codes
 from profiles.resolve import load
 from tasks.store import runs
@@ -295,9 +295,9 @@ def test_attempt_on_another_machine_ends_this_one(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "run", *ALONE, "checkpoint.every=1", "train.steps=5000")
 
     def take_over() -> None:
-        until(lambda: checkpoint.claimed_by(shared).endswith("}"))
-        claim = json.loads(checkpoint.claimed_by(shared))
-        checkpoint.claim(shared, json.dumps({**claim, "attempt": 2, "node": "node-2"}))
+        until(lambda: locations.claimed_by(shared).endswith("}"))
+        claim = json.loads(locations.claimed_by(shared))
+        locations.claim(shared, json.dumps({**claim, "attempt": 2, "node": "node-2"}))
 
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(take_over)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modeling.training.recovery.resume import AppliedRequest, Rejected, ResumeRequest
-from parallel.checkpoint import checkpoint, locations
+from parallel.checkpoint import locations
 
 
 @pytest.fixture
@@ -27,22 +27,22 @@ def write(location: Path, step: int) -> None:
 def start(location: Path, request: ResumeRequest) -> AppliedRequest:
     """Start an attempt."""
     applied = AppliedRequest(location.parent / "resumed.json", location, request)
-    remaining = applied.apply(dict(checkpoint.complete_checkpoints(location)))
+    remaining = applied.apply(dict(locations.complete_checkpoints(location)))
     assert list(remaining) == steps(location)
     return applied
 
 
 def steps(location: Path) -> list[int]:
-    return [step for step, _ in checkpoint.complete_checkpoints(location)]
+    return [step for step, _ in locations.complete_checkpoints(location)]
 
 
 def test_an_applied_request_does_not_start_over_after_corruption(location):
-    checkpoint.quarantine(location, 12, "truncated")
+    locations.quarantine(location, 12, "truncated")
     for _ in range(2):  # the corrupted checkpoint is known
         start(location, ResumeRequest("none")).reject_lost_training()
     assert steps(location) == []
     write(location, 12)
-    checkpoint.quarantine(location, 12, "truncated")
+    locations.quarantine(location, 12, "truncated")
     with pytest.raises(
         Rejected, match=r"step_12, step_12~1 are corrupted, .* or remove .*/resumed\.json, so"
     ):
@@ -51,7 +51,7 @@ def test_an_applied_request_does_not_start_over_after_corruption(location):
 
 def test_a_checkpoint_that_is_corrupted_when_it_is_requested_is_not_replaced_by_a_new_start(location):
     applied = start(location, ResumeRequest(4))
-    checkpoint.quarantine(location, 4, "truncated")
+    locations.quarantine(location, 4, "truncated")
     with pytest.raises(Rejected, match=r"step_4 are corrupted, .* or set checkpoint.resume=none to"):
         applied.reject_lost_training()
 
@@ -65,9 +65,9 @@ def test_an_attempt_killed_while_it_moves_checkpoints_aside_is_completed_by_the_
         move(location, steps[:moved], aside)
         raise KeyboardInterrupt
 
-    move = checkpoint.move_aside
+    move = locations.move_aside
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "move_aside", killed)
+        patch.setattr(locations, "move_aside", killed)
         with pytest.raises(KeyboardInterrupt):
             start(location, ResumeRequest(weights=True))
     for _ in range(2):

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from modeling.training.recovery.checkpoints import Checkpoints
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, locations
+from parallel.checkpoint.saver import StaleAttempt
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -30,7 +31,7 @@ def checkpoints(tmp_path) -> Checkpoints:
 
 
 def steps(location: Path) -> list[int]:
-    return [step for step, _ in checkpoint.complete_checkpoints(location)]
+    return [step for step, _ in locations.complete_checkpoints(location)]
 
 
 def take_over(run: Path) -> None:
@@ -43,7 +44,7 @@ def test_stale_attempt_discards_no_checkpoint_in_a_rollback(checkpoints, tmp_pat
     if not during_load:
         assert checkpoints.roll_back(9) == (8, {})
         take_over(tmp_path)
-    with pytest.raises(checkpoint.StaleAttempt, match="attempt 2 has taken over the run"):
+    with pytest.raises(StaleAttempt, match="attempt 2 has taken over the run"):
         checkpoints.roll_back(8)
     assert steps(tmp_path / "checkpoints") == [4, 8]
 
@@ -55,13 +56,13 @@ def claim(checkpoints, monkeypatch) -> dict[str, Any]:
     def fail(*_: object) -> None:
         raise OSError("unreachable")
 
-    claim = json.loads(checkpoint.claimed_by(checkpoints.location))
+    claim = json.loads(locations.claimed_by(checkpoints.location))
     checkpoints._claim = ""
     (checkpoints.location / "owner").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "claim", fail)
+        patch.setattr(locations, "claim", fail)
         checkpoints._check_fencing()
-    assert checkpoint.claimed_by(checkpoints.location) == ""
+    assert locations.claimed_by(checkpoints.location) == ""
     return claim
 
 
@@ -69,9 +70,9 @@ def claim(checkpoints, monkeypatch) -> dict[str, Any]:
 def test_fencing_works_after_a_failed_claim(checkpoints, claim, claims_again):
     if claims_again:
         checkpoints._check_fencing()
-        assert json.loads(checkpoint.claimed_by(checkpoints.location))["attempt"] == 1
-    checkpoint.claim(checkpoints.location, json.dumps({**claim, "attempt": 2, "node": "n2"}))
-    with pytest.raises(checkpoint.StaleAttempt, match="claimed by attempt 2 on n2"):
+        assert json.loads(locations.claimed_by(checkpoints.location))["attempt"] == 1
+    locations.claim(checkpoints.location, json.dumps({**claim, "attempt": 2, "node": "n2"}))
+    with pytest.raises(StaleAttempt, match="claimed by attempt 2 on n2"):
         checkpoints._check_fencing()
 
 
