@@ -13,6 +13,7 @@ the paper's: the embedding is first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Unpack
 
 import torch
@@ -89,17 +90,9 @@ def weight_options(options: LayerOptions) -> WeightOptions:
     }
 
 
+@cache
 def prediction_module(block: type[nn.Module]) -> type[nn.Module]:
     """The module for multi-token prediction with this block: its class with a projection and norms."""
-    if block not in _PREDICTION_MODULES:
-        _PREDICTION_MODULES[block] = _prediction_module(block)
-    return _PREDICTION_MODULES[block]
-
-
-_PREDICTION_MODULES: dict[type[nn.Module], type[nn.Module]] = {}  # by block
-
-
-def _prediction_module(block: type[nn.Module]) -> type[nn.Module]:
 
     class PredictionModule(block):  # type: ignore[misc, valid-type]
         def __init__(
@@ -205,7 +198,8 @@ class LanguageModel(nn.Module):
             self.add_position_embedding(**embedding)
         self.layers = nn.ModuleDict({str(i): self.block(model, mesh, i, norm, **options) for i in layers})
         for i in self.ahead:
-            self.layers[str(i)] = prediction_module(self.block)(model, mesh, i, norm, **options)
+            module = prediction_module(self.block)  # type: ignore[arg-type]  # to mypy, classes of modules have no hash
+            self.layers[str(i)] = module(model, mesh, i, norm, **options)
         if self.last:
             norm["initializer"] = parametrization.final_norm(model)
             self.norm = NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)

@@ -21,8 +21,9 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.backward import divert_gradient
-from parallel.layers.products import Products
+from parallel.layers.products import Products, is_plain, linear
 from parallel.mesh import Axis
+from parallel.random import Keys
 
 
 def weight_gradient(
@@ -43,16 +44,14 @@ def weight_gradient(
 
 
 class DeferrableLinear(nn.Module):
-    """A linear layer whose weight gradient may be deferred to a separate pass.
+    """A column- or row-parallel layer, whose weight gradient may be deferred to a separate pass.
 
     Attributes:
         mask: factor of the weight, 1 or 0; None: 1.
     """
 
     weight: nn.Parameter
-    axis: Axis
-    sequence_parallel: bool
-    products: Products
+    bias: nn.Parameter | None
     mask: Tensor | None
     scatters = False  # whether sequence parallelism scatters the output, rather than gathering the input
     weight_gradient = staticmethod(weight_gradient)  # or a compiled version of it
@@ -61,9 +60,31 @@ class DeferrableLinear(nn.Module):
     kept: Tensor | None = None  # X of the last forward pass
     received: Tensor | None = None  # dY of the last backward pass
 
-    def __init__(self) -> None:
+    def __init__(self, axis: Axis, sequence_parallel: bool, products: Products) -> None:
         super().__init__()
+        self.axis, self.products, self.bias = axis, products, None
+        self.sequence_parallel = sequence_parallel and axis.size > 1
         self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """Y; `keys` are for the dropout of an attached update (lora.py)."""
+        self._check_input(x)
+        weight, output = self.autograd_inputs(x)
+        if output is None and is_plain(self.products, self.axis):
+            return linear(x, weight, self.bias)
+        return self.multiply(x, weight, output)
+
+    def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
+        """Y by a Function; `output` receives dY if the weight's gradient is deferred."""
+        raise NotImplementedError
+
+    def _check_input(self, x: Tensor) -> None:
+        """Raise ValueError, before any collective, unless x is (tokens, width) in the weight's dtype."""
+        name, width = type(self).__name__, self.weight.shape[1]
+        if x.shape[-1] != width or x.dim() != 2:
+            raise ValueError(f"{name}: input has shape {tuple(x.shape)}, expected (tokens, {width})")
+        if x.dtype != self.weight.dtype:
+            raise ValueError(f"{name}: input is {x.dtype}, expected {self.weight.dtype} like the weight")
 
     def defer(self, tokens: int) -> None:
         """Defer the weight's gradient, if it is trained, in forward passes of this many tokens."""

@@ -15,7 +15,7 @@ the full tensor axis anyway, so each rank contributes its unsummed part.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,18 +24,15 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.backward import needs_gradient
 from parallel.constraints import kv_replicas, valid_tensor_degrees
-from parallel.initialization import Constant, Normal
-from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.linear import (
     ColumnLinear,
-    check_input,
+    ColumnParallelLinear,
+    LinearOptions,
     column_input_gradient,
     column_weight_gradient,
 )
-from parallel.layers.products import EXACT, Products, is_plain, linear
-from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.layers.products import Products
 from parallel.mesh import Axis, Mesh
-from parallel.random import Keys
 
 
 class ReplicatedKVLinear(Function):
@@ -80,7 +77,7 @@ class ReplicatedKVLinear(Function):
         return grad_x.wait() if grad_x else None, grad_weight, grad_bias, *(None,) * 5, deferred
 
 
-class GQAQKVColumnParallelLinear(DeferrableLinear):
+class GQAQKVColumnParallelLinear(ColumnParallelLinear):
     """Q, K and V projections for grouped-query, multi-query or multi-head attention.
 
     Args:
@@ -90,9 +87,7 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         head_dim: d.
         mesh: its tensor axis, unfolded to (kv shard, kv replica), has max(1, t/k) replicas.
         gated: whether to project a gate of as many elements as Q too.
-        bias: whether to add a bias to Q, K, V and the gate.
-        sequence_parallel: whether the input is (b·s/t, h).
-        products: how matrix products are computed.
+        options: as for `ColumnParallelLinear`.
 
     Raises:
         ValueError: invalid tensor degree (the message names the nearest valid ones), or a mesh with other replicas.
@@ -107,14 +102,8 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         mesh: Mesh,
         *,
         gated: bool = False,
-        bias: bool = False,
-        sequence_parallel: bool = False,
-        products: Products = EXACT,
-        initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__()
         degree = mesh.tensor.size
         _check_degree(heads, kv_heads, degree)
         replicas = kv_replicas(kv_heads, degree)
@@ -123,36 +112,25 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
                 f"GQAQKVColumnParallelLinear: {kv_heads} KV heads over tensor = {degree} need kv_replicas = {replicas}, "
                 f"the mesh has {mesh.kv_replicas}"
             )
-        self.hidden, self.head_dim, self.products = hidden, head_dim, products
-        self.axis, self.replicas = mesh.tensor, mesh.kv_replica
-        self.sequence_parallel = sequence_parallel and degree > 1
-        self.heads = heads // degree
-        self.kv_heads = kv_heads * replicas // degree
         q, kv = heads * head_dim, kv_heads * head_dim
-        sections = [("q", q, 1), ("k", kv, replicas), ("v", kv, replicas)]
-        if gated:
-            sections.insert(0, ("gate", q, 1))
+        sizes = {**({"gate": q} if gated else {}), "q": q, "k": kv, "v": kv}
+        copies = {"k": replicas, "v": replicas}
+        super().__init__(hidden, sizes, mesh.tensor, head_rows=(head_dim,), replicas=copies, **options)
+        self.replicas, self.heads, self.kv_heads = (
+            mesh.kv_replica,
+            heads // degree,
+            kv_heads * replicas // degree,
+        )
         self.query_width = (2 if gated else 1) * self.heads * head_dim  # columns that no other rank has
-        rows = tuple(Section(name, (size, hidden), 0, m) for name, size, m in sections)
-        layout = Layout(rows, degree, initializer or Normal(0.02), head_rows=(head_dim,))
-        self.weight = parameter(layout, dtype, device)
-        self.bias = None
-        if bias:
-            entries = tuple(Section(name, (size,), 0, m) for name, size, m in sections)
-            self.bias = parameter(Layout(entries, degree, Constant(0.0)), dtype, device)
 
-    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
         """(b·s, h) or (b·s/t, h) -> (b·s, (n + 2k)·d) with this rank's n and k: its Q heads, then K, then V.
 
-        With gates (b·s, (2n + 2k)·d), the gates first. `keys` are for the dropout of an attached update (lora.py).
+        With gates (b·s, (2n + 2k)·d), the gates first.
         """
-        check_input(self, x, self.hidden)
-        weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, self.axis):
-            return linear(x, weight, self.bias)
-        inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         if self.replicas.size == 1:
-            return ColumnLinear.apply(*inputs, *options)
+            return super().multiply(x, weight, output)
+        inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         return ReplicatedKVLinear.apply(*inputs, self.replicas, self.query_width, *options)
 
 

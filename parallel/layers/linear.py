@@ -30,10 +30,9 @@ from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
 from parallel.layers import overlap
 from parallel.layers.deferred import DeferrableLinear
-from parallel.layers.products import EXACT, Products, is_plain, linear
-from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.layers.products import EXACT, Products, linear
+from parallel.layout import Initializer, Layout, Placement, Section, parameter
 from parallel.mesh import Axis
-from parallel.random import Keys
 
 
 class ColumnLinear(Function):
@@ -169,6 +168,15 @@ class RowLinear(Function):
         return grad_x, grad_weight, None, None, None, deferred
 
 
+class LinearOptions(Placement, total=False):
+    """Further arguments of a column-parallel layer."""
+
+    bias: bool
+    sequence_parallel: bool
+    products: Products
+    initializer: Initializer | None
+
+
 class ColumnParallelLinear(DeferrableLinear):
     """Y = X Wᵀ + b with W split by rows; several weights may be fused into one product ([gate; up]).
 
@@ -182,6 +190,7 @@ class ColumnParallelLinear(DeferrableLinear):
         products: how matrix products are computed.
         initializer: of the weight, default N(0, 0.02²); biases start at zero.
         head_rows: of the weight's layout.
+        replicas: of sections, by name: number of neighbouring ranks that hold the same shard; 1 by default.
 
     Raises:
         ValueError: the axis does not divide a size, or the input has the wrong width or dtype.
@@ -198,30 +207,23 @@ class ColumnParallelLinear(DeferrableLinear):
         products: Products = EXACT,
         initializer: Initializer | None = None,
         head_rows: tuple[int, ...] = (),
+        replicas: Mapping[str, int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(axis, sequence_parallel, products)
         sizes = {"": out_features} if isinstance(out_features, int) else dict(out_features)
+        copies = {name: (replicas or {}).get(name, 1) for name in sizes}
         for name, size in sizes.items():
-            check_divisible(self, f"out_features{f'[{name}]' if name else ''}", size, axis)
-        self.in_features, self.axis, self.products = in_features, axis, products
-        self.sequence_parallel = sequence_parallel and axis.size > 1
-        initializer = initializer or Normal(0.02)
-        rows = tuple(Section(name, (size, in_features), 0) for name, size in sizes.items())
-        layout = Layout(rows, axis.size, initializer, head_rows=head_rows)
+            check_divisible(self, f"out_features{f'[{name}]' if name else ''}", size * copies[name], axis)
+        rows = tuple(Section(name, (size, in_features), 0, copies[name]) for name, size in sizes.items())
+        layout = Layout(rows, axis.size, initializer or Normal(0.02), head_rows=head_rows)
         self.weight = parameter(layout, dtype, device)
-        self.bias = None
         if bias:
-            entries = tuple(Section(name, (size,), 0) for name, size in sizes.items())
+            entries = tuple(Section(name, (size,), 0, copies[name]) for name, size in sizes.items())
             self.bias = parameter(Layout(entries, axis.size, Constant(0.0)), dtype, device)
 
-    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """Y; `keys` are for the dropout of an attached update (lora.py)."""
-        check_input(self, x, self.in_features)
-        weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, self.axis):
-            return linear(x, weight, self.bias)
+    def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
         options = (self.sequence_parallel, self.products, output)
         return ColumnLinear.apply(x, weight, self.bias, self.axis, *options)
 
@@ -255,24 +257,16 @@ class RowParallelLinear(DeferrableLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(axis, sequence_parallel, products)
         check_divisible(self, "in_features", in_features, axis)
-        self.in_features, self.axis, self.products = in_features, axis, products
-        self.sequence_parallel = sequence_parallel and axis.size > 1
         columns = Section("", (out_features, in_features), 1)
         self.weight = parameter(Layout((columns,), axis.size, initializer or Normal(0.02)), dtype, device)
-        self.bias = None
         if bias:
             partial_axes = ("tensor",) if self.sequence_parallel else ()
             layout = Layout((Section("", (out_features,), None),), axis.size, Constant(0.0), partial_axes)
             self.bias = parameter(layout, dtype, device)
 
-    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """Y; `keys` are for the dropout of an attached update (lora.py)."""
-        check_input(self, x, self.in_features // self.axis.size)
-        weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, self.axis):
-            return linear(x, weight, self.bias)
+    def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
         reduced = self.axis.size > 1 and self.axis.supports_reduction
         with recomputing_products() if reduced else nullcontext():
@@ -405,16 +399,4 @@ def check_divisible(layer: nn.Module, argument: str, size: int, axis: Axis) -> N
         raise ValueError(
             f"{name}: {argument} = {size} is not divisible by {axis.name} = {degree}; "
             f"nearest valid: {', '.join(map(str, nearest))}"
-        )
-
-
-def check_input(layer: nn.Module, x: Tensor, width: int) -> None:
-    """Raise ValueError, before any collective, unless x is (tokens, width) in the weight's dtype."""
-    if x.shape[-1] != width or x.dim() != 2:
-        raise ValueError(
-            f"{type(layer).__name__}: input has shape {tuple(x.shape)}, expected (tokens, {width})"
-        )
-    if x.dtype != layer.weight.dtype:
-        raise ValueError(
-            f"{type(layer).__name__}: input is {x.dtype}, expected {layer.weight.dtype} like the weight"
         )

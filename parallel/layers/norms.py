@@ -7,7 +7,7 @@ Linear attention has norms of its queries and keys (`unit_norm`) and of its outp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant
-from parallel.layout import Initializer, Layout, Section, layout_of, parameter
+from parallel.layout import Initializer, Layout, Placement, Section, layout_of, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import fused_rms_norm
 
@@ -276,7 +276,7 @@ class _GatedRMSNorm(Function):
         return _cast(of_x, x.dtype), of_gate, _cast(of_weight, weight.dtype), None
 
 
-class GatedHeadNorm(nn.Module):
+class GatedHeadNorm(RMSNorm):
     """RMSNorm of each head, with one weight (u) for all, times silu(gate) (Gated DeltaNet).
 
     Args:
@@ -285,21 +285,11 @@ class GatedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        axis: Axis,
-        *,
-        epsilon: float = 1e-6,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, head_dim: int, axis: Axis, *, epsilon: float = 1e-6, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        partial_axes = ("tensor",) if axis.size > 1 else ()
-        layout = Layout((Section("", (head_dim,), None),), axis.size, ONES, partial_axes)
-        self.weight = parameter(layout, dtype, device)
+        super().__init__(head_dim, axis, epsilon=epsilon, sequence_parallel=True, **placed)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalize heads x (..., u) and multiply them by the activated gate (..., u)."""
         return _GatedRMSNorm.apply(x, gate, self.weight, self.epsilon)
 
