@@ -22,9 +22,9 @@ from benchmarks.published import HELD_OUT, SOFTWARE, Row, read
 from modeling.models.build import device_of, partition_layers
 from modeling.planning import efficiency
 from modeling.planning.auto import resolve_auto
-from modeling.planning.planner import StagePlan, plan
+from modeling.planning.planner import plan
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
-from modeling.planning.step_time import estimate, layer_speed
+from modeling.planning.step_time import StagePlan, estimate, layer_speed
 from parallel.device import ACCELERATORS
 from profiles.schema import Profile
 

@@ -29,7 +29,7 @@ from modeling.planning.efficiency import OURS, Software
 from modeling.planning.levels import level
 from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
-from modeling.planning.step_time import beside_experts, estimate, layer_speed
+from modeling.planning.step_time import Estimate, StagePlan, beside_experts, estimate, layer_speed
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees
 from profiles.check import passes, with_value
@@ -45,31 +45,8 @@ COMPILED_BYTES = 100 << 20  # of the compiled graphs that a process loads
 CONTEXT_TOKENS = 8192
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """The fullest rank at one position of the pipeline."""
-
-    layers: tuple[tuple[int, int], ...]  # (first, end) of each of its stages
-    parameters: int  # of the model, each counted once over the tensor ranks
-    bytes: dict[str, int]  # by kind
-    flops: float  # of one rank in a step, recomputation and padding included
-    rate: float | None  # its layers' FLOP/s; None if unknown
-    attention: float  # share of its layers' time that attention takes; 0 if unknown
-    communication: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
-    # bytes of memory that its optimizer reads and writes in a step: during the microbatches, and after the last one
-    accumulated: int
-    updated: int
-    update_flops: float = 0.0  # of its optimizer's matrix products
-    beside_experts: float = 0.0  # seconds of its exchanges with experts that overlap with compute, in a step
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Estimate):
     """Memory, communication, step time and cost of a run, computed without devices."""
 
     parameters: int  # of the model
@@ -86,17 +63,6 @@ class Plan:
     # links between the ranks of each axis that communicates: "chip", "node" or "network"
     levels: dict[str, str]
     kv_replication: int  # tensor ranks that hold the same KV head
-    bubble: float  # pipeline bubble as a share of the working time
-    basis: str  # what the times are based on (calibration.py)
-    # None if the device's speed is unknown or the step is too short to estimate; days, node_hours and price also if the data
-    # determines the run's length, and price if the profile has no node price:
-    step_seconds: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    days: float | None
-    node_hours: float | None
-    price: float | None
-    assumptions: tuple[str, ...]  # behind the times, one sentence each
 
     @property
     def fullest(self) -> int:

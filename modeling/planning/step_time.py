@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from modeling.models.build import DTYPES, device_of, overlap_chunks
 from modeling.models.flops import flops_per_token
@@ -41,49 +40,44 @@ FP8_DIVIDED = 4 / 5
 DATA, REPLICAS = ("data", "expert_data"), ("replica", "expert_replica")
 
 
-class RankCosts(Protocol):
-    """A rank's work in a step.
+@dataclass(frozen=True)
+class StagePlan:
+    """The fullest rank at one position of the pipeline."""
 
-    Attributes:
-        flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
-        attention: share of the layers' time that attention takes.
-        communication: bytes that it sends, by mesh axis.
-        beside_experts: seconds of its exchanges with experts that overlap with compute.
-        accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
-        update_flops: FLOPs of its matrix products, at the layers' rate.
-    """
+    layers: tuple[tuple[int, int], ...]  # (first, end) of each of its stages
+    parameters: int  # of the model, each counted once over the tensor ranks
+    bytes: dict[str, int]  # by kind
+    flops: float  # of one rank in a step, recomputation and padding included
+    rate: float | None  # its layers' FLOP/s; None if unknown
+    attention: float  # share of its layers' time that attention takes; 0 if unknown
+    communication: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
+    # bytes of memory that its optimizer reads and writes in a step: during the microbatches, and after the last one
+    accumulated: int
+    updated: int
+    update_flops: float = 0.0  # of its optimizer's matrix products
+    beside_experts: float = 0.0  # seconds of its exchanges with experts that overlap with compute, in a step
 
     @property
-    def flops(self) -> float: ...
-    @property
-    def rate(self) -> float | None: ...
-    @property
-    def attention(self) -> float: ...
-    @property
-    def communication(self) -> Mapping[str, int]: ...
-    @property
-    def beside_experts(self) -> float: ...
-    @property
-    def accumulated(self) -> int: ...
-    @property
-    def updated(self) -> int: ...
-    @property
-    def update_flops(self) -> float: ...
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times and cost of a run; the attributes are those of `planner.Plan`."""
+    """Times and cost of a run."""
 
-    bubble: float
-    basis: str
+    bubble: float  # pipeline bubble as a share of the working time
+    basis: str  # what the times are based on (calibration.py)
+    # None if the device's speed is unknown or the step is too short to estimate; days, node_hours and price also if the data
+    # determines the run's length, and price if the profile has no node price:
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
     days: float | None = None
     node_hours: float | None = None
     price: float | None = None
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()  # behind the times, one sentence each
 
 
 def layer_speed(
@@ -157,7 +151,7 @@ def beside_experts(profile: Profile, layer: LayerCosts, software: Software = OUR
 
 
 def estimate(
-    profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int, software: Software = OURS
+    profile: Profile, ranks: Sequence[StagePlan], stages_per_rank: int, software: Software = OURS
 ) -> Estimate:
     """Times of a step and of the run.
 
@@ -177,10 +171,10 @@ def estimate(
     if memory is None or unknown or is_too_short(profile):
         return Estimate(idle, basis)
 
-    def seconds(rank: RankCosts, *axes: str) -> float:
+    def seconds(rank: StagePlan, *axes: str) -> float:
         return sum(rank.communication[axis] / speeds[axis] for axis in axes if rank.communication.get(axis))
 
-    def work(rank: RankCosts, rate: float, memory: float) -> float:
+    def work(rank: StagePlan, rate: float, memory: float) -> float:
         compute = rank.flops / rate
         attention = compute * rank.attention
         # Else keys and values are gathered: FlexAttention has what flash attention has not.
