@@ -20,8 +20,7 @@ from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
 from modeling.scaling.fit import Observation
 from modeling.scaling.forecast import forecast
-from modeling.scaling.planned_run import target_of
-from modeling.scaling.rungs import rungs_of
+from modeling.scaling.planned_run import rungs_of, target_of
 from profiles.experiments import Ladder
 
 STRENGTH = 2.0  # standard deviation of the chain's logits

@@ -29,8 +29,7 @@ from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
 from modeling.scaling.fit import Fit, Observation, fit, run_noise
 from modeling.scaling.law import Law
-from modeling.scaling.planned_run import PlannedRun, target_of
-from modeling.scaling.rungs import rungs_of
+from modeling.scaling.planned_run import PlannedRun, rungs_of, target_of
 from profiles.experiments import Ladder
 
 Optimizer = Literal["adamw", "muon"]

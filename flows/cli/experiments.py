@@ -19,9 +19,8 @@ from flows.experiments.plans import load_branches, load_ladder, load_mixture, lo
 from flows.ui.console import print_facts, print_json, print_parts, relative, table_console
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
-from modeling.scaling.planned_run import PlannedRun
+from modeling.scaling.planned_run import PlannedRun, warnings_of
 from modeling.scaling.proxies import Proxy
-from modeling.scaling.rungs import warnings_of
 from profiles.errors import ProfileError
 from profiles.experiments import Branches, load_experiment
 from tasks.experiments.branches import trunk_of

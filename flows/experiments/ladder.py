@@ -21,8 +21,7 @@ from flows.experiments.plans import load_ladder, require_startable
 from flows.experiments.side_by_side import file_name, run_side_by_side, train_alone
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
-from modeling.scaling.planned_run import PlannedRun
-from modeling.scaling.rungs import warnings_of
+from modeling.scaling.planned_run import PlannedRun, warnings_of
 from tasks.experiments import forecasts, json_artifacts
 from tasks.reporting import html, ladder_page
 from tasks.store.store import open_store

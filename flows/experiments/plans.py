@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
-from modeling.scaling.planned_run import PlannedRun, target_of
+from modeling.scaling.planned_run import PlannedRun, base_of, rungs_of, target_of
 from modeling.scaling.proxies import Proxy, mixture_target, proxies_of
-from modeling.scaling.rungs import rungs_of
-from modeling.scaling.share_runs import base_of
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments import Branches, Experiment, Ladder, Mixture, Share, load_experiment

@@ -30,8 +30,7 @@ from flows.run_setup import TrainingRun, admitted, flow_context, read_lockfile, 
 from flows.runner import THREADS, Runner
 from flows.start_checks import RunCommand
 from modeling.planning.auto import resolve_auto
-from modeling.scaling.planned_run import PlannedRun
-from modeling.scaling.share_runs import round_of
+from modeling.scaling.planned_run import PlannedRun, round_of
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments import Share

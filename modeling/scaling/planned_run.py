@@ -1,5 +1,8 @@
 """Planned runs of an experiment or a chain; smaller or shorter runs of a target's family.
 
+Those are a ladder's rungs, a mixture's proxies (proxies.py), and of a share file a small model in place of the promoted one with
+its rounds, each as long in proportion to the small model's training as the series' round is to the target's.
+
 A small run keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares of
 warm-up and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch size
 grows with data and hardly with model size: γ is about 0.5, arXiv 2410.21676), and its learning rate as the square root of the
@@ -18,9 +21,10 @@ from typing import Any, Self
 from modeling.models.flops import flops_per_token
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.experiments import Experiment, SmallRuns
+from profiles.experiments import Experiment, Ladder, ProxySize, RungSize, Share, SmallRuns
 from profiles.schema import Profile
 
+PLAIN = ("train.epochs=null", "data.schedule=[]")  # rounds ignore the schedule of the sources
 MULTIPLE = 8  # a small run's MLP width is a multiple of this
 
 
@@ -136,6 +140,83 @@ def small_run(
     overrides.append(f"checkpoint.every={math.ceil(target.profile.checkpoint.every * share)}")
     overrides += changes
     return PlannedRun.load(experiment.target, overrides, name)
+
+
+def proxy_run(
+    experiment: SmallRuns,
+    target: PlannedRun,
+    size: ProxySize,
+    length: float,
+    name: str,
+    topology: Sequence[str] = (),
+    changes: Sequence[str] = (),
+) -> PlannedRun:
+    """`small_run` of a proxy; an impossible width is an error of the experiment's `proxy`."""
+    try:
+        return small_run(experiment, target, _shape(size, target), length, name, topology, changes)
+    except ProfileError as error:
+        raise error.within("proxy") if error.key == "hidden_size" else error from None
+
+
+def _shape(size: RungSize | ProxySize, target: PlannedRun) -> tuple[int, int]:
+    """Width and depth, by default the target's depth."""
+    return size.hidden_size, size.num_hidden_layers or target.profile.model.num_hidden_layers
+
+
+def rungs_of(ladder: Ladder, target: PlannedRun) -> list[PlannedRun]:
+    """The rungs in order of compute. Raises ProfileError with the rung's key if a size is impossible."""
+    found: dict[str, PlannedRun] = {}
+    for number, size in enumerate(ladder.rungs):
+        for length in size.tokens_per_parameter:
+            try:
+                rung = _rung(ladder, target, size, length)
+            except ProfileError as error:
+                raise error.within(f"rungs.{number}") from None
+            if rung.name in found:
+                raise ProfileError(f"rungs.{number}", rung.name, "is listed twice")
+            found[rung.name] = rung
+    return sorted(found.values(), key=lambda rung: rung.flops)
+
+
+def _rung(ladder: Ladder, target: PlannedRun, size: RungSize, length: float) -> PlannedRun:
+    hidden, layers = shape = _shape(size, target)
+    name = f"{ladder.name}-h{hidden}-l{layers}-t{length:g}"
+    return small_run(ladder, target, shape, length, name, ladder.rung_overrides)
+
+
+def warnings_of(target: PlannedRun, rungs: Sequence[PlannedRun]) -> list[str]:
+    """Warnings about settings that make a forecast from these rungs worse than necessary."""
+    found = []
+    if target.profile.model.parametrization == "standard":
+        found.append(
+            "model.parametrization is standard: the best learning rate changes with size; set it to mup or completep, with the "
+            "size that train.learning_rate was tuned for"
+        )
+    largest = max((rung.flops for rung in rungs), default=0)
+    if largest and target.flops > 100 * largest:
+        found.append(f"the target has {target.flops / largest:,.0f} times the compute of the largest rung")
+    return found
+
+
+def base_of(described: Share, target: PlannedRun) -> PlannedRun:
+    """The proxy in place of the promoted model, trained on the series' history."""
+    length, name = described.proxy.tokens_per_parameter, f"{described.name}-base"
+    return proxy_run(described, target, described.proxy, length, name, described.proxy_overrides, PLAIN)
+
+
+def round_of(
+    described: Share, target: PlannedRun, base: PlannedRun, run: Profile, share: float
+) -> PlannedRun:
+    """A proxy of a round.
+
+    Args:
+        run: the profile of the series' round with this share, with its steps.
+    """
+    planned = PlannedRun(target.source, run, ())
+    length = base.tokens / base.n * planned.tokens / target.tokens
+    name = f"{described.name}-{share:g}"
+    overrides = [*described.round_overrides, *described.proxy_overrides]
+    return proxy_run(described, planned, described.proxy, length, name, overrides, PLAIN)
 
 
 def _mixture(target: Profile, share: float, steps: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling.scaling.planned_run import PlannedRun, small_run, target_of
+from modeling.scaling.planned_run import PlannedRun, proxy_run, target_of
 from profiles.errors import ProfileError
 from profiles.experiments import Mixture
 from profiles.rules import data_sources
@@ -193,17 +193,5 @@ def _proxy(
     if weights:
         change = {"step": 1, "weights": [weights[known] for known in sources]}
         changes.append(f"data.schedule={json.dumps([change])}")
-    layers = size.num_hidden_layers or profile.model.num_hidden_layers
-    try:
-        run = small_run(
-            mixture,
-            target,
-            (size.hidden_size, layers),
-            size.tokens_per_parameter,
-            name,
-            mixture.proxy_overrides,
-            changes,
-        )
-    except ProfileError as error:
-        raise error.within("proxy") if error.key == "hidden_size" else error from None
+    run = proxy_run(mixture, target, size, size.tokens_per_parameter, name, mixture.proxy_overrides, changes)
     return Proxy(run, tuple(sources), weights)

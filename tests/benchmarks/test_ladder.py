@@ -3,8 +3,7 @@
 import numpy as np
 
 from benchmarks import ladder as benchmark
-from modeling.scaling.planned_run import target_of
-from modeling.scaling.rungs import rungs_of
+from modeling.scaling.planned_run import rungs_of, target_of
 
 
 def test_windows_are_a_function_of_seed_and_number():
