@@ -15,8 +15,7 @@ from flows.ui.console import TrimmedConsole, print_json, print_parts, print_stde
 from flows.ui.summaries import cluster_summary
 from modeling.planning.efficiency import basis
 from modeling.planning.planner import device_bytes, reserved_share
-from modeling.planning.search import RejectedDegrees, Topology, explain, search
-from modeling.planning.variations import Variation
+from modeling.planning.search import RejectedDegrees, Topology, Variation, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
 from profiles.recompute import modes_of

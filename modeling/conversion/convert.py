@@ -33,7 +33,7 @@ from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
-from parallel.pipeline.stages import cut_layers
+from parallel.pipeline.schedules import cut_layers
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.files import state_files

@@ -19,8 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page_file
+from parallel.checkpoint.object_stores import renew_credentials
 from profiles.files import retries, retry_policies
 from profiles.files.file_locks import locked
 

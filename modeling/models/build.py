@@ -32,8 +32,7 @@ from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.optimizer.grouping import ChooseRule, EverywhereRule, WeightDecay
 from parallel.optimizer.muon import Muon
 from parallel.optimizer.rules import Rule
-from parallel.pipeline.schedules import choose_extra_forwards, count_lanes
-from parallel.pipeline.stages import cut_layers
+from parallel.pipeline.schedules import choose_extra_forwards, count_lanes, cut_layers
 from profiles import recompute
 from profiles.schema import Profile
 

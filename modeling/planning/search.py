@@ -5,28 +5,28 @@ pipeline degree that divides the remaining ranks, a context degree for long sequ
 and a sharding over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and
 replicates across nodes. Each uses the least recomputation that fits, and keeps gathered weights where that is faster. The fastest
 of them are then changed step by step, also in what the combinations leave as in the profile: microbatches, stages per rank, HSDP
-degrees and context degrees of short sequences (variations.py). Nodes, devices, batch and sequence length are the profile's.
+degrees and context degrees of short sequences (`Variation`). Nodes, devices, batch and sequence length are the profile's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from modeling.models.build import device_of, partition_layers
+from modeling.models.flops import layer_multiply_adds
 from modeling.planning import memory
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import CONTEXT_TOKENS, Plan, device_bytes, plan, reserved_share
 from modeling.planning.stage_costs import CostCache, StageCosts
 from modeling.planning.step_time import layer_seconds
-from modeling.planning.variations import Variation
 from parallel.constraints import valid_expert_degrees
-from parallel.pipeline.schedules import bubble
+from parallel.pipeline.schedules import bubble, cut_layers
 from profiles.check import broken_rule, get_value, passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import AUTO, MODES, Recompute, modes_of
@@ -39,6 +39,124 @@ GAIN = 0.01  # share of a step that a change must save; plans are not more exact
 MANY = 64  # combinations above which those that are slow for certain are left out
 SLOW = 1.1  # of the fastest step
 SLOWER = f"is more than {SLOW} times as slow as the first, with other degrees"
+
+
+# Minimum tokens of a sequence per context rank, fewer than the planner proposes (planner.py): each rank has two parts of it,
+# whose products must keep a device busy.
+LEAST_CONTEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Variation:
+    """The keys of a topology that the search changes."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    sharding: str
+    shard_degree: int | None
+    stages: int  # per pipeline rank
+    microbatch: int  # samples
+
+    @classmethod
+    def of(cls, profile: Profile, overrides: Mapping[str, Any]) -> Variation:
+        """The variation that a topology's overrides describe."""
+        parallel = profile.parallel
+
+        def chosen(name: str) -> Any:
+            return overrides.get(f"parallel.{name}", getattr(parallel, name))
+
+        pipeline, cuts = chosen("pipeline"), overrides.get("parallel.pipeline_cuts")
+        stages = 2 if chosen("schedule") == "interleaved" and pipeline > 1 else 1
+        return cls(
+            chosen("tensor"),
+            pipeline,
+            chosen("context"),
+            chosen("expert"),
+            chosen("data_sharding"),
+            chosen("shard_degree"),
+            (len(cuts) + 1) // pipeline if cuts else stages,
+            overrides.get("train.micro_batch_size", profile.train.micro_batch_size),
+        )
+
+    def keys(self, profile: Profile) -> dict[str, Any]:
+        """The profile keys to set; schedule, cuts and microbatch only if they differ from the profile's."""
+        parallel, train = profile.parallel, profile.train
+        found: dict[str, Any] = {
+            f"parallel.{name}": getattr(self, name) for name in ("tensor", "pipeline", "context")
+        }
+        if profile.model.num_experts is not None:
+            found["parallel.expert"] = self.expert
+        found |= {"parallel.data_sharding": self.sharding, "parallel.shard_degree": self.shard_degree}
+        found["parallel.keep_gathered"] = AUTO if self.sharding == "fsdp" else False
+        default = 2 if parallel.schedule == "interleaved" and self.pipeline > 1 else 1
+        if self.stages != default:
+            found["parallel.schedule"] = "interleaved" if self.stages > 1 else "1f1b"
+        if self.stages > 2:
+            ranges = cut_layers(layer_multiply_adds(profile), self.stages * self.pipeline)
+            found["parallel.pipeline_cuts"] = [stage.start for stage in ranges[1:]]
+        if self.microbatch != train.micro_batch_size:
+            found["train.micro_batch_size"] = self.microbatch
+        return found
+
+    def neighbours(self, profile: Profile) -> Iterator[Variation]:
+        """Variations with one change, and some with two that belong together."""
+        changes: list[dict[str, Any]] = [
+            {name: value} for name, values in self._nearby(profile).items() for value in values
+        ]
+        shards = [
+            None,
+            self.shard_degree and self.shard_degree * 2,
+            self.shard_degree and self.shard_degree // 2,
+        ]
+        changes += [{"sharding": "fsdp", "shard_degree": degree} for degree in shards]
+        changes.append({"sharding": "fsdp", "shard_degree": profile.cluster.devices_per_node // self.tensor})
+        changes.append({"sharding": "zero1", "shard_degree": None})
+        if self.tensor > 1:  # what a smaller tensor group leaves to hold, other axes divide
+            for name in ("context", "pipeline"):
+                changes.append({"tensor": self.tensor // 2, name: 2 * getattr(self, name)})
+        if self.pipeline > 1:
+            changes.append({"pipeline": self.pipeline // 2, "stages": 2 * self.stages})
+        seen = {self}
+        for change in changes:
+            other = replace(self, **change)
+            if other.pipeline == 1:
+                other = replace(other, stages=1)
+            if other not in seen and other.is_possible(profile):
+                seen.add(other)
+                yield other
+
+    def _nearby(self, profile: Profile) -> dict[str, set[int]]:
+        def doubled(value: int) -> set[int]:
+            return {2 * value, value // 2} - {0}
+
+        nearby = {
+            name: doubled(getattr(self, name)) for name in ("tensor", "pipeline", "context", "microbatch")
+        }
+        nearby["stages"] = {*doubled(self.stages), self.stages + 1, self.stages - 1} - {0}
+        if profile.model.num_experts is not None:
+            nearby["expert"] = doubled(self.expert)
+        return nearby
+
+    def is_possible(self, profile: Profile) -> bool:
+        """Whether degrees divide what they must; the profile's rules reject the rest."""
+        model, train = profile.model, profile.train
+        ranks, rest = divmod(profile.world_size, self.tensor * self.pipeline * self.context)
+        if rest or self.tensor > profile.cluster.devices_per_node:
+            return False
+        shards = ranks * self.context
+        return (
+            self.tensor in model.tensor_degrees
+            and self.stages * self.pipeline <= model.num_hidden_layers
+            and (self.context == 1 or train.sequence_length // self.context >= LEAST_CONTEXT_TOKENS)
+            and train.global_batch_size % (ranks * self.microbatch) == 0
+            and (
+                self.shard_degree is None
+                or (1 < self.shard_degree < shards and shards % self.shard_degree == 0)
+            )
+            and (model.num_experts is None or self.expert in valid_expert_degrees(model.num_experts, shards))
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ external watchdog (torchrun.py), or without one by faulthandler's C thread.
 
 While one rank waits for data, or for its metrics to be written, the others wait for it in a collective of their step. So each
 rank that is in another phase than a step advances a counter in the process group's store every few seconds, and while it advances
-no step times out. A second counter is advanced by the ranks whose compilers are running (compiler_processes.py); while it
+no step times out. A second counter is advanced by the ranks whose compilers are running (`CompilerProcesses`); while it
 advances, no phase times out before MAX_EXTENSION. Ranks that die advance none, so they delay nothing.
 
 Cost: one lock per step, a new faulthandler thread every few seconds, and store traffic only in phases that take longer.
@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from modeling.supervision.compiler_processes import CompilerProcesses
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
 from modeling.supervision.timeouts import (
@@ -42,6 +41,8 @@ from profiles.files.exit_codes import HANG_MESSAGE, HUNG
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+import psutil
+
 # keys of counters in the store
 BUSY = "trainshed/busy"
 COMPILING = "trainshed/compiling"
@@ -51,6 +52,8 @@ BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank c
 MAX_EXTENSION = COMPILER_SECONDS  # after which a phase ends although a counter advances
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
+SHARE = 0.1  # of a core; idle compilers use less
+OTHERS = frozenset({"neuron-monitor"})  # names of children that are no compilers (telemetry.py)
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
 
 
@@ -91,6 +94,36 @@ class Activity:
         with contextlib.suppress(RuntimeError):  # the store's process has ended
             return self._store.add(self._key, change)
         return 0
+
+
+class CompilerProcesses:
+    """The compilers of this rank: descendants of this process, besides OTHERS, that use the CPU.
+
+    Others count as compilers too if they compute, such as those that a user's loss starts.
+    """
+
+    def __init__(self) -> None:
+        self._polled, self._seconds = time.monotonic(), _cpu_seconds()
+
+    def poll(self) -> bool:
+        """Whether they have used more than SHARE of a core since the last call."""
+        before = self._polled, self._seconds
+        self._polled, self._seconds = time.monotonic(), _cpu_seconds()
+        return self._seconds - before[1] > SHARE * (self._polled - before[0])
+
+
+def _cpu_seconds() -> float:
+    """CPU time of the descendants of this process, including those that have ended."""
+    process = psutil.Process()
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error, OSError):
+        times = process.cpu_times()
+        seconds += times.children_user + times.children_system
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() not in OTHERS:
+                    seconds += sum(child.cpu_times()[:4])  # with those of its children that have ended
+    return seconds
 
 
 class Watchdog:

@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import PAGE, delete, explained, guard_answers
+from parallel.checkpoint.object_stores import PAGE, delete, explained, guard_answers, renew_credentials
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -1,12 +1,18 @@
-"""Differences between S3 servers: answers without a message, and servers that only know Content-MD5."""
+"""S3: differences between servers, such as answers without a message; credentials that outlive clients.
+
+The AWS SDK renews the credentials of a role, an instance or `credential_process`. Those of a credentials file, such as a
+session token that another process renews, it reads only once for each client.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +23,10 @@ PARALLEL_DELETES = 16
 OBJECTS = ("GetObject", "HeadObject")  # operations whose answers have the type of an object
 PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 HTTP_ERROR = 300  # status code from which on an answer is an error or a redirection
+FILES = {  # by the environment variable that names another one
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+    "AWS_CONFIG_FILE": "~/.aws/config",
+}
 
 log = logging.getLogger(__name__)
 
@@ -96,3 +106,24 @@ def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:
         log.info("%s; deleting %d objects one by one", error, len(paths))
         with ThreadPoolExecutor(PARALLEL_DELETES) as pool:
             list(pool.map(files.rm_file, paths))
+
+
+def renew_credentials(filesystem: Any) -> None:
+    """Reconnect an S3 filesystem if a credentials file has changed; costs no request."""
+    if "s3" not in filesystem.protocol:
+        return
+    stamps = [
+        _stamp(Path(os.path.expanduser(os.environ.get(name) or default))) for name, default in FILES.items()
+    ]
+    if getattr(filesystem, "credentials_stamps", stamps) != stamps:
+        filesystem.connect(refresh=True)
+    filesystem.credentials_stamps = stamps
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What differs after a file was replaced or changed; None if it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
 from parallel.checkpoint.checksums import SUFFIX, ChecksumFileSystem, FileDescription, describe
-from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import Location, is_local, name_of
+from parallel.checkpoint.object_stores import renew_credentials
 from parallel.layout import GlobalBox
 from parallel.torch_internals import FakeTensorMode, FsspecWriter, StorageInfo, StoragePrefix
 

@@ -126,9 +126,9 @@ class Exchange:
             weights = None if weights is None else weights.float()
             return F.embedding_bag(self.positions, rows, mode="sum", per_sample_weights=weights)
         if rows.is_cuda:
-            from parallel.experts import gpu_sums
+            from parallel.experts import gpu_kernels
 
-            return gpu_sums.sum_rows(rows, self.positions, weights)
+            return gpu_kernels.sum_rows(rows, self.positions, weights)
         chosen = rows[self.positions]  # (T, k, h)
         return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 

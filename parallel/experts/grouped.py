@@ -1,6 +1,6 @@
 """Grouped products on GPUs: one kernel multiplies the rows of all experts.
 
-Another computes the activation of all rows (gpu_activations.py). Same functions as `sequential.py`, for rows (m, h) that are
+Another computes the activation of all rows (gpu_kernels.py). Same functions as `sequential.py`, for rows (m, h) that are
 grouped by expert.
 """
 
@@ -105,10 +105,10 @@ def _sums(grad: Tensor, factors: Tensor, exchange: Exchange) -> Tensor:
 def _activate(hidden: Tensor, activation: str, bias: Tensor | None, exchange: Exchange) -> Tensor:
     """The activation (m, f) of [gate, up] (m, 2f) without biases."""
     if hidden.is_cuda:
-        from parallel.experts import gpu_activations
+        from parallel.experts import gpu_kernels
 
         owners = None if bias is None else exchange.owners()
-        return gpu_activations.forward(hidden, activation, bias, owners)
+        return gpu_kernels.forward(hidden, activation, bias, owners)
     return ACTIVATIONS[activation].forward(hidden if bias is None else hidden + exchange.of_rows(bias))
 
 
@@ -120,10 +120,10 @@ def _activation_gradients(
     Overwrites `grad` (m, f), the activation's gradient before it is scaled.
     """
     if hidden.is_cuda:
-        from parallel.experts import gpu_activations
+        from parallel.experts import gpu_kernels
 
         owners = None if bias is None else exchange.owners()
-        return gpu_activations.backward(grad, hidden, scales, activation, bias, owners)
+        return gpu_kernels.backward(grad, hidden, scales, activation, bias, owners)
     hidden, scales = hidden if bias is None else hidden + exchange.of_rows(bias), scales[:, None]
     out, grad_scales, grad_hidden = ACTIVATIONS[activation].backward(grad, hidden, scales)
     return (out * scales).to(out.dtype), grad_scales, grad_hidden

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.checkpoint import locations
-from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import explained, guard_answers
+from parallel.checkpoint.object_stores import explained, guard_answers, renew_credentials
 from profiles.files import retries
 from profiles.huggingface import hub
 

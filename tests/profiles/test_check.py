@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from parallel.pipeline.schedules import SCHEDULES, check_microbatches
-from parallel.pipeline.stages import cut_layers
+from parallel.pipeline.schedules import SCHEDULES, check_microbatches, cut_layers
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.rules.cluster import time_limit_seconds

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 from uuid import uuid4
 
-from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page, reject_page_file
-from parallel.checkpoint.object_stores import delete, explained, guard_answers, is_not_supported
+from parallel.checkpoint.object_stores import (
+    delete,
+    explained,
+    guard_answers,
+    is_not_supported,
+    renew_credentials,
+)
 from profiles.errors import ProfileError, counted
 from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path

@@ -11,13 +11,12 @@ from benchmarks.memory import CASES, case, measure
 from modeling.models import language_model
 from modeling.models.build import layer_modes
 from modeling.planning import calibration, planner
-from modeling.planning.auto import resolve_auto
+from modeling.planning.auto import TOLERANCE, resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import FP8, ROUNDS, calibrate
 from modeling.planning.memory import choice_bytes
 from modeling.planning.planner import fits, require_fit
-from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import CostCache, StageCosts
 from parallel import device as devices

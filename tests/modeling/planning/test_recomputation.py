@@ -5,8 +5,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modeling.planning.auto import choose_modes
 from modeling.planning.memory import eager_working_bytes
-from modeling.planning.recomputation import choose_modes
 from modeling.planning.stage_costs import LayerCosts
 from profiles.recompute import MODES
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from modeling.planning.planner import plan
-from modeling.planning.search import SLOWER, RejectedDegrees, Topology, explain, search
-from modeling.planning.variations import Variation
+from modeling.planning.search import SLOWER, RejectedDegrees, Topology, Variation, explain, search
 from profiles import resolve
 
 pytestmark = pytest.mark.slow

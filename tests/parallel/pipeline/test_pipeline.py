@@ -20,8 +20,7 @@ from parallel import (
 )
 from parallel.layout import layout_of
 from parallel.pipeline.pipeline import Pipeline
-from parallel.pipeline.schedules import count_lanes
-from parallel.pipeline.stages import cut_layers
+from parallel.pipeline.schedules import count_lanes, cut_layers
 from tests.pool import mesh
 
 HIDDEN, VOCABULARY, SEQUENCE, SAMPLES = 8, 11, 6, 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.pipeline.stages import balance, cut_layers
+from parallel.pipeline.schedules import balance, cut_layers
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 5))
