@@ -7,7 +7,7 @@ where ours are (out, in).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -68,6 +68,17 @@ class HuggingFaceTensor:
             return range(first, first + count)
         width, own = stored // self.group_count, count // self.group_count
         return [group * width + first + row for group in range(self.group_count) for row in range(own)]
+
+
+def renamed(
+    modules: Mapping[str, str], kinds: Sequence[str] = ("weight",), transposed: bool = False
+) -> dict[str, HuggingFaceTensor]:
+    """Weights of these kinds, by our name, of modules that only have other names there."""
+    return {
+        f"{ours}.{kind}": HuggingFaceTensor(f"{theirs}.{kind}", transposed)
+        for ours, theirs in modules.items()
+        for kind in kinds
+    }
 
 
 def rows_of(part: int, model: Model) -> slice:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
-from modeling.models.weight_names import HuggingFaceTensor, Index, locate_rows
+from modeling.models.weight_names import HuggingFaceTensor, Index, locate_rows, renamed
 from parallel import Mesh
 from parallel.random import Keys
 from profiles.sections.model import Model
@@ -41,29 +41,31 @@ def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
     return (slice(numbers[1] * model.expert_width, (numbers[1] + 1) * model.expert_width),)
 
 
-_DBRX = "transformer.blocks.{}"
+_BLOCK = "transformer.blocks.{}"
 WEIGHTS = {
-    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
-    "layers.{}.attention_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_1.weight"),
+    **renamed(
+        {
+            "embedding": "transformer.wte",
+            "layers.{}.attention_norm": f"{_BLOCK}.norm_attn_norm.norm_1",
+            "layers.{}.attention.output": f"{_BLOCK}.norm_attn_norm.attn.out_proj",
+            "layers.{}.mlp_norm": f"{_BLOCK}.norm_attn_norm.norm_2",
+            "layers.{}.mlp.router": f"{_BLOCK}.ffn.router.layer",
+            "norm": "transformer.norm_f",
+            "head": "lm_head",
+        }
+    ),
     **{
         f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(
-            f"{_DBRX}.norm_attn_norm.attn.Wqkv.weight",
-            locate=partial(locate_rows, part),
+            f"{_BLOCK}.norm_attn_norm.attn.Wqkv.weight", locate=partial(locate_rows, part)
         )
         for part, letter in enumerate("qkv")
     },
-    "layers.{}.attention.output.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.attn.out_proj.weight"),
-    "layers.{}.mlp_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_2.weight"),
-    "layers.{}.mlp.router.weight": HuggingFaceTensor(f"{_DBRX}.ffn.router.layer.weight"),
-    "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
-        f"{_DBRX}.ffn.experts.mlp.w1", locate=_expert_rows
-    ),
-    "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
-        f"{_DBRX}.ffn.experts.mlp.v1", locate=_expert_rows
-    ),
-    "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"{_DBRX}.ffn.experts.mlp.w2", True, _expert_rows),
-    "norm.weight": HuggingFaceTensor("transformer.norm_f.weight"),
-    "head.weight": HuggingFaceTensor("lm_head.weight"),
+    **{
+        f"layers.{{}}.mlp.{ours}.weight": HuggingFaceTensor(
+            f"{_BLOCK}.ffn.experts.mlp.{theirs}", theirs == "w2", _expert_rows
+        )
+        for ours, theirs in {"gate_up.{}.gate": "w1", "gate_up.{}.up": "v1", "down.{}": "w2"}.items()
+    },
 }
 
 

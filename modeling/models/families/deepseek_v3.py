@@ -32,7 +32,7 @@ from modeling.models.language_model import (
     weight_options,
 )
 from modeling.models.rope import rotate, score_factor, split_pairs
-from modeling.models.weight_names import HuggingFaceTensor
+from modeling.models.weight_names import HuggingFaceTensor, renamed
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
 from parallel.attention.attention import attention
 from parallel.experts.router import Routing
@@ -148,44 +148,30 @@ class GlmBlock(Block):
     attention_layer = llama.Attention
 
 
-_LATENTS = {  # our layer: theirs
-    "kv_norm": "kv_a_layernorm",
-    "kv": "kv_b_proj",
-    "latents.kv": "kv_a_proj_with_mqa",
-    "q_norm": "q_a_layernorm",
-    "latents.q": "q_a_proj",
-}
+_LAYER = "model.layers.{}"
 _MODULE = {  # for multi-token prediction
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "projection": "eh_proj",
-    "output_norm": "shared_head.norm",
+    "layers.{}.embedding_norm": f"{_LAYER}.enorm",
+    "layers.{}.hidden_norm": f"{_LAYER}.hnorm",
+    "layers.{}.projection": f"{_LAYER}.eh_proj",
+    "layers.{}.output_norm": f"{_LAYER}.shared_head.norm",
+}
+_SHARED = {
+    f"layers.{{}}.shared.{ours}": f"{_LAYER}.mlp.shared_experts.{theirs}"
+    for ours, theirs in {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}.items()
+}
+_LATENTS = {
+    "layers.{}.attention.kv_norm": f"{_LAYER}.self_attn.kv_a_layernorm",
+    "layers.{}.attention.kv": f"{_LAYER}.self_attn.kv_b_proj",
+    "layers.{}.attention.latents.kv": f"{_LAYER}.self_attn.kv_a_proj_with_mqa",
+    "layers.{}.attention.q_norm": f"{_LAYER}.self_attn.q_a_layernorm",
+    "layers.{}.attention.latents.q": f"{_LAYER}.self_attn.q_a_proj",
 }
 COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
-_SHARED = "model.layers.{}.mlp.shared_experts"
 WEIGHTS = {
     **llama.WEIGHTS,
-    **{
-        name: entry
-        for name, entry in mixtral.expert_weights(
-            "mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"
-        ).items()
-        if ".mlp." in name
-    },
-    **{
-        f"layers.{{}}.{ours}.weight": HuggingFaceTensor(f"model.layers.{{}}.{theirs}.weight")
-        for ours, theirs in _MODULE.items()
-    },
-    "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(
-        "model.layers.{}.mlp.gate.e_score_correction_bias"
-    ),
-    "layers.{}.shared.gate_up.gate.weight": HuggingFaceTensor(f"{_SHARED}.gate_proj.weight"),
-    "layers.{}.shared.gate_up.up.weight": HuggingFaceTensor(f"{_SHARED}.up_proj.weight"),
-    "layers.{}.shared.down.weight": HuggingFaceTensor(f"{_SHARED}.down_proj.weight"),
-}
-LATENT_WEIGHTS = WEIGHTS | {
-    f"layers.{{}}.attention.{ours}.weight": HuggingFaceTensor(f"model.layers.{{}}.self_attn.{theirs}.weight")
-    for ours, theirs in _LATENTS.items()
+    **{name: entry for name, entry in mixtral.Qwen3Moe.weights.items() if ".mlp." in name},
+    **renamed(_MODULE | _SHARED),
+    "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(f"{_LAYER}.mlp.gate.e_score_correction_bias"),
 }
 
 
@@ -193,7 +179,7 @@ class DeepseekV3(llama.Llama):
     """DeepSeek-V3, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
-    weights = LATENT_WEIGHTS
+    weights = WEIGHTS | renamed(_LATENTS)
     copies = COPIES
 
     @classmethod

@@ -26,7 +26,7 @@ from modeling.models.language_model import (
     NormOptions,
     WeightOptions,
 )
-from modeling.models.weight_names import HuggingFaceTensor, rows_of
+from modeling.models.weight_names import HuggingFaceTensor, renamed, rows_of
 from parallel import (
     ColumnParallelLinear,
     Embedding,
@@ -142,25 +142,25 @@ def _gpt_attention(part: int) -> dict[str, HuggingFaceTensor]:
     }
 
 
+_LAYER, _STORED = "layers.{}", "transformer.h.{}"
+_PROJECTIONS = {
+    f"{_LAYER}.attention.output": f"{_STORED}.attn.c_proj",
+    f"{_LAYER}.mlp.up": f"{_STORED}.mlp.c_fc",
+    f"{_LAYER}.mlp.down": f"{_STORED}.mlp.c_proj",
+}
+_NORMS = {
+    f"{_LAYER}.attention_norm": f"{_STORED}.ln_1",
+    f"{_LAYER}.mlp_norm": f"{_STORED}.ln_2",
+    "norm": "transformer.ln_f",
+}
 WEIGHTS = {
-    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
-    "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
-    "layers.{}.attention_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_1.weight"),
-    "layers.{}.attention_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_1.bias"),
+    **renamed({"embedding": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}),
+    **renamed(_NORMS, ("weight", "bias")),
     **_gpt_attention(0),
     **_gpt_attention(1),
     **_gpt_attention(2),
-    "layers.{}.attention.output.weight": HuggingFaceTensor("transformer.h.{}.attn.c_proj.weight", True),
-    "layers.{}.attention.output.bias": HuggingFaceTensor("transformer.h.{}.attn.c_proj.bias"),
-    "layers.{}.mlp_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_2.weight"),
-    "layers.{}.mlp_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_2.bias"),
-    "layers.{}.mlp.up.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.weight", True),
-    "layers.{}.mlp.up.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.bias"),
-    "layers.{}.mlp.down.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.weight", True),
-    "layers.{}.mlp.down.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.bias"),
-    "norm.weight": HuggingFaceTensor("transformer.ln_f.weight"),
-    "norm.bias": HuggingFaceTensor("transformer.ln_f.bias"),
-    "head.weight": HuggingFaceTensor("lm_head.weight"),
+    **renamed(_PROJECTIONS, transposed=True),
+    **renamed(_PROJECTIONS, ("bias",)),
 }
 
 

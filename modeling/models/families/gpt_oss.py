@@ -14,7 +14,7 @@ from typing import ClassVar, Unpack
 
 from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
-from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
+from modeling.models.weight_names import HuggingFaceTensor, Index, Locate, renamed
 from parallel import Mesh, Normal
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
@@ -53,8 +53,7 @@ _GPT_OSS = "model.layers.{}.mlp.experts"
 WEIGHTS = {
     **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
     "layers.{}.attention.sinks": HuggingFaceTensor("model.layers.{}.self_attn.sinks"),
-    "layers.{}.mlp.router.weight": HuggingFaceTensor("model.layers.{}.mlp.router.weight"),
-    "layers.{}.mlp.router.bias": HuggingFaceTensor("model.layers.{}.mlp.router.bias"),
+    **renamed({"layers.{}.mlp.router": "model.layers.{}.mlp.router"}, ("weight", "bias")),
     **{
         f"layers.{{}}.mlp.gate_up.{{}}.{name}.{kind}": HuggingFaceTensor(
             f"{_GPT_OSS}.{stored}", dims == 2, _interleaved(half, dims)

@@ -29,7 +29,7 @@ from modeling.models import parametrization
 from modeling.models.families import llama, mixtral
 from modeling.models.families.llama import MLP
 from modeling.models.language_model import LayerOptions, NormOptions
-from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
+from modeling.models.weight_names import HuggingFaceTensor, Index, Locate, renamed
 from parallel import ColumnParallelLinear, Constant, Mesh, RowParallelLinear
 from parallel.attention.delta_context import context_delta_rule, halves, tokens_before
 from parallel.attention.delta_rule import kernel_of
@@ -282,18 +282,15 @@ def _with_module(weights: Mapping[str, HuggingFaceTensor]) -> dict[str, HuggingF
         **{
             name: in_module(where) if name.startswith("layers.") else where for name, where in weights.items()
         },
-        **{
-            f"layers.{{}}.{ours}.weight": HuggingFaceTensor(f"mtp.{theirs}.weight")
-            for ours, theirs in _MODULE.items()
-        },
+        **renamed(_MODULE),
     }
 
 
 _MODULE = {  # for multi-token prediction
-    "embedding_norm": "pre_fc_norm_embedding",
-    "hidden_norm": "pre_fc_norm_hidden",
-    "projection": "fc",
-    "output_norm": "norm",
+    "layers.{}.embedding_norm": "mtp.pre_fc_norm_embedding",
+    "layers.{}.hidden_norm": "mtp.pre_fc_norm_hidden",
+    "layers.{}.projection": "mtp.fc",
+    "layers.{}.output_norm": "mtp.norm",
 }
 _LAYER, _MIXER = "model.layers.{}.linear_attn", "layers.{}.attention"
 _GATED_QUERIES = {
@@ -321,17 +318,14 @@ QWEN3_NEXT = {
     **mixtral.Qwen3Moe.weights,
     **_QWEN,
     **dict(_stacked({"in_proj_qkvz": PARTS[:4], "in_proj_ba": PARTS[4:]}, grouped=True)),
-    **{
-        f"layers.{{}}.shared.{ours}.weight": HuggingFaceTensor(
-            f"model.layers.{{}}.mlp.shared_expert.{theirs}.weight"
-        )
-        for ours, theirs in {
-            "gate_up.gate": "gate_proj",
-            "gate_up.up": "up_proj",
-            "down": "down_proj",
-        }.items()
-    },
-    "layers.{}.shared_gate.weight": HuggingFaceTensor("model.layers.{}.mlp.shared_expert_gate.weight"),
+    **renamed(
+        {
+            "layers.{}.shared.gate_up.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
+            "layers.{}.shared.gate_up.up": "model.layers.{}.mlp.shared_expert.up_proj",
+            "layers.{}.shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
+            "layers.{}.shared_gate": "model.layers.{}.mlp.shared_expert_gate",
+        }
+    ),
 }
 OLMO = {
     **llama.WEIGHTS,

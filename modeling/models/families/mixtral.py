@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from modeling.models.families import llama
 from modeling.models.language_model import LayerOptions
-from modeling.models.weight_names import HuggingFaceTensor
+from modeling.models.weight_names import HuggingFaceTensor, renamed
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
@@ -67,14 +67,14 @@ def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> 
     """Llama's weights with experts instead of the MLP, one tensor for each projection of an expert."""
     return {
         **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
-        "layers.{}.mlp.router.weight": HuggingFaceTensor(f"model.layers.{{}}.{router}.weight"),
-        "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
-            f"model.layers.{{}}.{experts}.{{}}.{gate}.weight"
+        **renamed(
+            {
+                "layers.{}.mlp.router": f"model.layers.{{}}.{router}",
+                "layers.{}.mlp.gate_up.{}.gate": f"model.layers.{{}}.{experts}.{{}}.{gate}",
+                "layers.{}.mlp.gate_up.{}.up": f"model.layers.{{}}.{experts}.{{}}.{up}",
+                "layers.{}.mlp.down.{}": f"model.layers.{{}}.{experts}.{{}}.{down}",
+            }
         ),
-        "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
-            f"model.layers.{{}}.{experts}.{{}}.{up}.weight"
-        ),
-        "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"model.layers.{{}}.{experts}.{{}}.{down}.weight"),
     }
 
 
