@@ -1,4 +1,4 @@
-"""Convert checkpoints: `python -m modeling.conversion.convert SOURCE DESTINATION --to FORMAT ...`
+"""Convert checkpoints: the work of `trainshed convert`, and of the steps that convert and export.
 
     source -> Weights (memory-mapped parts of global tensors) -> files of the destination, written in slices
 
@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import logging
 import re
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -23,18 +21,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modeling import job_log
 from modeling.conversion import formats, huggingface, native
 from modeling.conversion.adapters import peft
 from modeling.conversion.adapters.read import read_adapters
-from modeling.conversion.choices import MODEL_FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES, NxDLayout, QKVForm
+from modeling.conversion.choices import NxDLayout, QKVForm
 from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
 from parallel.pipeline.schedules import cut_layers
-from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.files import state_files
 from profiles.sections.model_checks import neighbours
@@ -245,7 +241,6 @@ def _release_freed_memory() -> None:
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """Options from parsed command line arguments. Raises ProfileError for an average of fewer than two."""
-    cuts = getattr(arguments, "cuts", None)
     numbers = [int(value) for value in arguments.average if NUMBER.fullmatch(value)]
     if numbers and min(numbers) < 2:
         raise ProfileError("--average", min(numbers), "is fewer than two checkpoints", [2])
@@ -254,7 +249,6 @@ def options_from(arguments: argparse.Namespace) -> Options:
         config=Path(arguments.config).expanduser() if arguments.config else None,
         tensor=arguments.tensor,
         pipeline=arguments.pipeline,
-        cuts=None if cuts is None else tuple(cuts),
         nxd_layout=arguments.nxd_layout,
         nxd_qkv=arguments.nxd_qkv,
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
@@ -262,31 +256,3 @@ def options_from(arguments: argparse.Namespace) -> Options:
         last=max(numbers, default=None),
         modules=not arguments.without_mtp,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="modeling.conversion.convert")
-    parser.add_argument("source", type=Path, help="checkpoint of any format, or a run folder")
-    parser.add_argument("destination", type=Path, help="new or empty folder")
-    parser.add_argument("--to", choices=MODEL_FORMATS, required=True, help="format to write")
-    parser.add_argument("--cuts", type=int, nargs="*", help="first layer of the second and each later stage")
-    parser.add_argument("--config", help="config.json of the model, or its folder")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor degree to split for")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline degree to split for")
-    parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help="layout of NxD shards to read")
-    parser.add_argument("--nxd-qkv", choices=QKV_FORM_NAMES, help="form of Q, K and V in NxD shards to write")
-    parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
-    about = "checkpoint to average the weights with, or number of the run's latest checkpoints to average"
-    parser.add_argument("--average", action="append", default=[], help=about)
-    parser.add_argument(
-        "--without-mtp", action="store_true", help="leave out modules for multi-token prediction"
-    )
-    parsed = parser.parse_args(argv)
-    job_log.configure(sys.stdout)
-    record = convert(parsed.source, parsed.destination, options_from(parsed))
-    log.info(json.dumps({name: value for name, value in record.items() if name not in ("job", "files")}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
