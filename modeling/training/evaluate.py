@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling import job_log
-from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.records import RecordSamples, open_samples
@@ -28,11 +25,10 @@ from modeling.models.build import build_optimizer
 from modeling.training.generate import generate_samples
 from modeling.training.recovery.checkpoints import load_base, load_reference
 from modeling.training.recovery.resume import reject_beyond_last_step
-from modeling.training.trainer import Trainer, job_parser
+from modeling.training.trainer import Trainer, job_parser, start_job
 from parallel.checkpoint import checkpoint, locations
 from parallel.device import Download
 from profiles.files import exit_codes, run_files, state_files
-from profiles.resolve import load
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
     parser.add_argument("--sets", action="store_true", help="evaluate each source of the split separately")
     options = parser.parse_args(arguments)
-    job_log.configure(sys.stdout)
-    profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
-    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
     try:
-        with Trainer(profile, graphs, ahead=ahead) as trainer:
+        with start_job(options) as trainer:
             evaluate_checkpoint(trainer, options)
     except locations.CorruptCheckpoint as error:
         log.error(f"rejected: {error}")

@@ -9,23 +9,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from modeling import job_log
-from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.recovery.checkpoints import load_base
-from modeling.training.trainer import Trainer, job_parser
+from modeling.training.trainer import Trainer, job_parser, start_job
 from parallel.checkpoint import checkpoint
-from profiles.files import exit_codes, run_files
-from profiles.resolve import load
+from profiles.files import exit_codes
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
-    job_log.configure(sys.stdout)
-    profile = load(str(options.run_folder / run_files.PROFILE))
-    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
-    with Trainer(profile, graphs, ahead=ahead) as trainer:
+    with start_job(options) as trainer:
+        profile = trainer.profile
         optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
         if profile.lora.rank:
             load_base(options.weights, optimizer)  # adapters are initially zero

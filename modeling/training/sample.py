@@ -10,21 +10,17 @@ import io
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from modeling import job_log
-from modeling.compilation.graph_cache import prepare_cache
 from modeling.training.evaluate import load_checkpoint
 from modeling.training.generate import FULL, next_tokens, sampled_rows
-from modeling.training.trainer import Trainer, job_parser
+from modeling.training.trainer import Trainer, job_parser, start_job
 from parallel.checkpoint import locations
-from profiles.files import exit_codes, run_files, state_files
-from profiles.resolve import load
+from profiles.files import exit_codes, state_files
 
 PROGRESS = 10  # log lines
 log = logging.getLogger(__name__)
@@ -63,12 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, help="profile of the job (default: the run's)")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights, for LoRA")
     options = parser.parse_args(arguments)
-    job_log.configure(sys.stdout)
-    profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
-    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
     eos = json.loads(state_files.contents(options.dataset / "corpus.json"))["eos"]
     try:
-        with Trainer(profile, graphs, ahead=ahead) as trainer:
+        with start_job(options) as trainer:
             load_checkpoint(trainer, options)
             rows = sample_rows(trainer, options.first, options.count, eos or 0)
             if trainer.leader:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 
-from modeling import job_log
-from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, Prefetcher
@@ -40,13 +37,12 @@ from modeling.training.recovery.replicas import Replicas
 from modeling.training.recovery.resume import Rejected
 from modeling.training.reporter import Reporter
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
-from modeling.training.trainer import Trainer, job_parser, timeouts_of
+from modeling.training.trainer import Trainer, job_parser, start_job, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.saver import StaleAttempt
 from profiles.errors import counted
 from profiles.files import exit_codes, run_files, state_files
-from profiles.resolve import load
 from profiles.sections.base import required
 
 log = logging.getLogger(__name__)
@@ -64,16 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
     options = parser.parse_args(arguments)
-    job_log.configure(sys.stdout)
-    profile = load(str(options.run_folder / run_files.PROFILE))
     stop = StopSignal()
-    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
+    stacks = options.run_folder / run_files.LOGS / "stacks"
     try:
-        with Trainer(profile, graphs, ahead=ahead) as trainer:
-            stacks = options.run_folder / run_files.LOGS / "stacks"
-            with Watchdog(
-                stacks, trainer.mesh.rank, timeouts_of(profile), trainer.connect_store()
-            ) as watchdog:
+        with start_job(options) as trainer:
+            timeouts, store = timeouts_of(trainer.profile), trainer.connect_store()
+            with Watchdog(stacks, trainer.mesh.rank, timeouts, store) as watchdog:
                 return TrainingRun(trainer, options, stop, watchdog).train()
     except (StaleAttempt, checkpoint.LoadFailed, SaveGivenUp) as reason:
         log.error(f"{type(reason).__name__}: {reason}")

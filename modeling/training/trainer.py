@@ -11,7 +11,9 @@ Training, evaluation and the device check share it.
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import reduce
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from modeling import job_log
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.compilation.manifest import Manifest
@@ -65,6 +68,8 @@ from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.random import sample_keys
 from profiles.arguments import Parser
+from profiles.files import run_files
+from profiles.resolve import load
 from profiles.schema import Profile
 from profiles.sections.base import required
 from profiles.sections.objective import PAIR_METRICS
@@ -87,6 +92,16 @@ def job_parser(module: str) -> Parser:
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     shard_cache.add_arguments(parser)
     return parser
+
+
+@contextmanager
+def start_job(options: argparse.Namespace) -> Iterator[Trainer]:
+    """A job's trainer in this block, of --profile or else the run's; messages go to the standard output."""
+    job_log.configure(sys.stdout)
+    profile = load(str(getattr(options, "profile", None) or options.run_folder / run_files.PROFILE))
+    graphs, ahead = graph_cache.prepare_cache(profile, options.graphs, options.run_folder)
+    with Trainer(profile, graphs, ahead=ahead) as trainer:
+        yield trainer
 
 
 class Trainer:
