@@ -42,19 +42,10 @@ def ring_attention(
     soft_cap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a sequence sharded in zigzag order over the axis.
+    """Grouped-query attention over a sequence sharded in zigzag order; arguments as for `attention.attention`.
 
     Args:
-        q: (b, n, s/c, d), this rank's tokens.
-        k, v: (b, k, s/c, d), n a multiple of k.
         axis: context axis, of a mesh with process groups.
-        causal: whether tokens attend only to themselves and earlier tokens.
-        scale: of the scores; None: 1 / √d.
-        documents: (b, s/c) integers, each token's document index; tokens attend only within their document.
-        window: number of keys, up to its own position, that a query of causal attention sees; None: all.
-        sinks: (n) scores that join each query head's softmax without a value (sinks.py).
-        soft_cap: c, for scores c · tanh(scores / c); None: none. The kernel is then that of the formulas.
-        kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
         (b, n, s/c, d); its `transpose(1, 2)` is contiguous.
