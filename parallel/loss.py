@@ -369,7 +369,8 @@ def _logits_loss(
     Overwrites the logits on several ranks. The gradient includes ignored targets.
     """
     if vocabulary % axis.size:
-        logits.masked_fill_(_padding(logits, first, vocabulary), -torch.inf)
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits.masked_fill_(columns + first >= vocabulary, -torch.inf)  # padding must not receive probability
     counted = targets != IGNORE_INDEX  # (c)
     columns, local = _local_columns(targets, first, logits)
     at_target = logits.gather(1, columns)[:, 0].where(local, 0)  # (c)
@@ -420,11 +421,6 @@ def _factors(targets: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
     """Weights (c, 1) of tokens in the sum, 0 for ignored targets."""
     counted = (targets != IGNORE_INDEX)[:, None].to(like.dtype)
     return counted if weights is None else counted * weights[:, None].to(like.dtype)
-
-
-def _padding(logits: Tensor, first: Tensor, vocabulary: int) -> Tensor:
-    """Mask (ceil(v/t)) of this rank's padding columns, which must not receive probability."""
-    return torch.arange(logits.shape[1], device=logits.device) + first >= vocabulary
 
 
 def _local_columns(targets: Tensor, first: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

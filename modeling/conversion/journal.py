@@ -42,7 +42,7 @@ class Journal:
         self.files: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, Any] | None = None
         self._lock = Lock()
-        record = _json(folder / RECORD)
+        record = state_files.parse(state_files.read(folder / RECORD) or b"")
         if record and record.get("job") == inputs and all(map(self._has_size, record["files"].items())):
             log.info("%s: already converted", folder)
             self.finished = record
@@ -139,13 +139,6 @@ class Progress:
     def stop(self) -> None:
         """Make every later `add` raise Stopped."""
         self._stopped = True
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(state_files.contents(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
 
 
 def _lines(path: Path) -> list[Any]:

@@ -200,13 +200,6 @@ class Rows:
         )
 
 
-def write_rows(
-    path: Path, lengths: np.ndarray, counted: np.ndarray, rows: Sequence[Sequence[int]] | None
-) -> None:
-    """Write the rows of a split; arguments as for `Rows.of`."""
-    Rows.of(lengths, counted, rows).write(path)
-
-
 class RecordSamples:
     """Samples of one or more rows in training order, or in corpus order without a seed (validation).
 

@@ -202,7 +202,8 @@ def search(profile: Profile, vary: bool = False) -> tuple[list[Topology], list[R
         fitting = [each for each in tried if isinstance(each, Topology)]
         topologies += fitting
         if not fitting:
-            rejected.append(min((each for each in tried if isinstance(each, RejectedDegrees)), key=_needs))
+            failed = [each for each in tried if isinstance(each, RejectedDegrees)]
+            rejected.append(min(failed, key=lambda each: math.inf if each.needs is None else each.needs))
     topologies.sort(key=_order)
     if vary and topologies and topologies[0].plan.step_seconds is not None:
         known = {Variation.of(profile, each.overrides) for each in topologies}
@@ -280,10 +281,6 @@ def neighbours(profile: Profile) -> list[Topology]:
     degrees = [n for n in (tensor // 2, 2 * tensor) if 0 < n <= profile.cluster.devices_per_node]
     tried = [_best(profile, {"tensor": n}, {**kept, "shard_degree": None}, cache) for n in degrees]
     return [each for each in tried if isinstance(each, Topology)]
-
-
-def _needs(rejected: RejectedDegrees) -> float:
-    return math.inf if rejected.needs is None else rejected.needs
 
 
 def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:

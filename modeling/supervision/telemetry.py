@@ -74,10 +74,6 @@ def _host_readings() -> Iterator[Readings]:
         }
 
 
-def _no_readings(stack: contextlib.ExitStack) -> Iterator[Readings]:
-    return iter(())
-
-
 def _nvml(stack: contextlib.ExitStack) -> Iterator[Readings]:
     """Readings of this process's GPU."""
     try:
@@ -136,7 +132,7 @@ def neuron_readings(report: dict[str, Any]) -> Readings:
 
 
 READERS: dict[str, Callable[[contextlib.ExitStack], Iterator[Readings]]] = {
-    "psutil": _no_readings,
+    "psutil": lambda stack: iter(()),
     "nvml": _nvml,
     "neuron-monitor": _neuron,
 }

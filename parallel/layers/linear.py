@@ -336,7 +336,9 @@ class VocabParallelEmbedding(nn.Module):
         rows = Section("", (vocabulary, hidden), 0)
         layout = Layout((rows,), axis.size, initializer or Normal(0.02), partial_axes)
         self.weight = parameter(layout, dtype, device)
-        self.register_buffer("first", _first_row(layout, axis, device), persistent=False)
+        # This rank's first row as a tensor: a Python number would give each rank its own graph.
+        first = torch.tensor(axis.rank * layout.local_shape()[0], device=device)
+        self.register_buffer("first", first, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(b, s) token ids -> (b·s, h) or (b·s/t, h)."""
@@ -384,11 +386,6 @@ class Embedding(nn.Module):
         ids = ids.flatten()  # (b·s)
         ids = collectives.local_shard(ids, self.axis) if self.sequence_parallel else ids
         return F.embedding(ids, self.weight)
-
-
-def _first_row(layout: Layout, axis: Axis, device: torch.device | str | None) -> Tensor:
-    """This rank's first vocabulary row, as a tensor: a Python number would give each rank its own graph."""
-    return torch.tensor(axis.rank * layout.local_shape()[0], device=device)
 
 
 def check_divisible(layer: nn.Module, argument: str, size: int, axis: Axis) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
-from modeling.data.records import RECORD_DTYPE, pack_rows, rows_path, write_rows
+from modeling.data.records import RECORD_DTYPE, Rows, pack_rows, rows_path
 from profiles.resolve import dump, load
 from tests.forked_jobs import run_forked
 from tests.ports import free_port
@@ -79,7 +79,8 @@ def records(folder: Path, pairs: bool = False) -> Path:
                 ids = generator.integers(VOCABULARY, size=prompt + answer)
                 builder.add_document(np.where(np.arange(len(ids)) < prompt, ~ids, ids).astype(RECORD_DTYPE))
         lengths = prompts + answers
-        write_rows(rows_path(target, split), lengths, answers, None if pairs else pack_rows(lengths, 32))
+        rows = None if pairs else pack_rows(lengths, 32)
+        Rows.of(lengths, answers, rows).write(rows_path(target, split))
         entry = {"path": f"tokens/t/{split}", "tokens": int(lengths.sum()), "documents": count}
         corpus[split], references[split] = [entry], -generator.random(count, np.float32) * 60
     (target / "corpus.json").write_text(json.dumps(corpus))

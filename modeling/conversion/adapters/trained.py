@@ -16,6 +16,7 @@ from modeling.models.build import DTYPES
 from modeling.models.lora_targets import Layer, layers_of
 from parallel.checkpoint import boxes, locations
 from parallel.checkpoint.reader import Reader
+from parallel.layout import global_name
 from profiles.schema import Profile
 
 PREFIX = boxes.PREFIX["master"]
@@ -50,7 +51,7 @@ class TrainedAdapters(Adapters):
                     a = self._read(f"{prefix}.lora.a", "" if whole else "_".join(group))
                     for section in group:
                         b = self._read(f"{prefix}.lora.b", section)[:, index * rank : (index + 1) * rank]
-                        yield Factors(_name(prefix, section), a, b, self._lora.alpha / rank)
+                        yield Factors(global_name(f"{prefix}.weight", section), a, b, self._lora.alpha / rank)
 
     def _of_experts(self, layer: Layer, prefix: str) -> Iterator[Factors]:
         for expert in range(layer.experts or 0):
@@ -58,10 +59,10 @@ class TrainedAdapters(Adapters):
             for section in layer.outputs:
                 name = f"{expert}.{section}" if section else str(expert)
                 b = self._read(f"{prefix}.lora.b", name)
-                yield Factors(_name(prefix, name), a, b, self._lora.alpha / self.rank)
+                yield Factors(global_name(f"{prefix}.weight", name), a, b, self._lora.alpha / self.rank)
 
     def _read(self, prefix: str, section: str) -> Tensor:
-        name = f"{PREFIX}.{_name(prefix, section)}"
+        name = global_name(f"{PREFIX}.{prefix}.weight", section)
         if name not in self._reader.tensors:
             raise ValueError(f"the checkpoint lacks {name}")
         stored = self._reader.tensors[name]
@@ -70,7 +71,3 @@ class TrainedAdapters(Adapters):
             index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
             tensor[index] = self._reader.read(box, [0] * len(box.sizes), box.sizes)
         return tensor
-
-
-def _name(prefix: str, section: str) -> str:
-    return ".".join(part for part in (prefix, section, "weight") if part)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -260,11 +261,6 @@ def _by_kind(linear: str, full: str) -> HuggingFaceTensor:
     return HuggingFaceTensor(full, rename=rename)
 
 
-def _query_rows(part: int) -> Locate:
-    """Rows of a query head, or of its gate, in those of both."""
-    return lambda model, _: (slice(part * model.head_dim, (part + 1) * model.head_dim),)
-
-
 def _with_module(weights: Mapping[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
     """These weights, of which those of the layer for multi-token prediction have names of their own."""
 
@@ -296,7 +292,7 @@ _LAYER, _MIXER = "model.layers.{}.linear_attn", "layers.{}.attention"
 _GATED_QUERIES = {
     f"{_MIXER}.qkv.{name}.{kind}": HuggingFaceTensor(
         f"model.layers.{{}}.self_attn.q_proj.{kind}",
-        locate=_query_rows(part),
+        locate=partial(llama.locate_in_head, part),
         groups=attrgetter("num_attention_heads"),
     )
     for part, name in enumerate(("q", "gate"))

@@ -253,12 +253,13 @@ PARTS: Mapping[str, Locate] = {  # rows of modules in one that holds several
 }
 
 
-def _locate_in_head(part: int, model: Model, numbers: Sequence[int]) -> Index:
+def locate_in_head(part: int, model: Model, numbers: Sequence[int]) -> Index:
+    """Rows of a part with the size of a head in those of all parts of a head."""
     return (slice(part * model.head_dim, (part + 1) * model.head_dim),)
 
 
 PARTS_OF_HEAD: Mapping[str, Locate] = {  # rows of modules in a head of one that holds several
-    f"attention.qkv.{letter}": partial(_locate_in_head, part) for part, letter in enumerate("qkv")
+    f"attention.qkv.{letter}": partial(locate_in_head, part) for part, letter in enumerate("qkv")
 }
 
 

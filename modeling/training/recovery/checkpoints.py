@@ -155,7 +155,7 @@ class Checkpoints:
         """
         call_on_leader(self.mesh, self._check_fencing)
         if self._saver.pending:
-            self._finish()
+            self.complete()
         found = self._load_latest(step - 1)
         if found is not None:
             call_on_leader(self.mesh, self._check_fencing)  # again, because loading may take minutes
@@ -201,10 +201,6 @@ class Checkpoints:
         """Whether a pending save can be completed, equal on all ranks; `writers`: number of ranks `writing`."""
         return self._saver.pending and not writers
 
-    def complete(self) -> None:
-        """Complete the pending save."""
-        self._finish()
-
     def due(self, step: int) -> bool:
         """Whether to save after this step: at the interval, or to retry a failed save."""
         every = self.profile.checkpoint.every
@@ -238,11 +234,11 @@ class Checkpoints:
             StaleAttempt: another attempt has begun.
         """
         if self._saver.pending:
-            self._finish()
+            self.complete()
         self._prune, self._last, self._flush = prune, last, flush
         error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
-            error = error or self._finish()
+            error = error or self.complete()
         if not last:
             return
         pauses, attempts, stopping = [*retry_policies.LAST_SAVE.delays], 1, False
@@ -251,13 +247,13 @@ class Checkpoints:
                 raise self._save_given_up(step, error, attempts)
             if wait(pauses.pop(0)) and not stopping:
                 stopping, pauses = True, [*retry_policies.STOPPED_SAVE.delays]
-            error = self._begin(step, validation_loss, state) or self._finish()
+            error = self._begin(step, validation_loss, state) or self.complete()
             attempts += 1
 
     def close(self) -> None:
         """Complete a pending save."""
         if self._saver.pending:
-            self._finish()
+            self.complete()
         self._saver.close()
         if self._rows:
             self._rows.close()
@@ -285,7 +281,7 @@ class Checkpoints:
             return self._record_failure(error)
         return None
 
-    def _finish(self) -> SaveFailed | None:
+    def complete(self) -> SaveFailed | None:
         """Complete the pending save; returns the error if it failed."""
         if self._rows:
             self._rows.wait()  # the rows up to a complete checkpoint are in the store

@@ -12,10 +12,10 @@ from modeling.data.records import (
     PADDING,
     RECORD_DTYPE,
     RecordSamples,
+    Rows,
     pack_pairs,
     pack_rows,
     rows_path,
-    write_rows,
 )
 
 S = 8
@@ -58,7 +58,8 @@ def make(folder, sequences, packed, rows_per_sample=1, seed=None):
     lengths = np.array([len(sequence) for sequence in stored])
     counted = np.array([(sequence >= 0).sum() for sequence in stored])
     pack = pack_rows if rows_per_sample == 1 else pack_pairs
-    write_rows(rows_path(target, "train"), lengths, counted, pack(lengths, S) if packed else None)
+    rows = Rows.of(lengths, counted, pack(lengths, S) if packed else None)
+    rows.write(rows_path(target, "train"))
     shape = rows_per_sample, S // 2 if packed and rows_per_sample > 1 else 1
     return RecordSamples(Corpus.open(target, "train"), rows_path(target, "train"), S, seed, *shape)
 
