@@ -27,8 +27,8 @@ from modeling.models.build import (
 from modeling.models.language_model import LanguageModel
 from modeling.planning.stage_costs import CostCache, LayerCosts, counts_choices
 from parallel.layout import layout_of
-from parallel.optimizer.buckets import IN_FLIGHT, Slot, pack
-from parallel.optimizer.grouping import Group, Named, group_parameters
+from parallel.optimizer.buckets import IN_FLIGHT, Group, Named, Slot, pack
+from parallel.optimizer.grouping import group_parameters
 from parallel.optimizer.muon import Muon
 from parallel.optimizer.rules import Rule
 from parallel.optimizer.stacks import stack_sizes

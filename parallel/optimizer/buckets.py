@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from parallel.device import Device
 from parallel.initialization import initialize
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
-from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.rules import Rule, SignStep
 
@@ -42,6 +41,19 @@ ALIGNMENT = 128  # bytes
 BUCKET_SIZE = 10_000_000  # elements
 IN_FLIGHT = 2  # buckets in a collective at once, if each needs memory of its own
 LATENCY = 20e-6  # seconds per message between nodes; it may be a fifth of the message's time
+
+
+Named = tuple[str, nn.Parameter]
+
+
+class Group(NamedTuple):
+    """The parameters of one bucket."""
+
+    rule: Rule
+    rate: float  # learning-rate multiplier
+    weight_decay: float  # divided by the multiplier, so that equal decays shrink weights equally in a step
+    partial_axes: tuple[str, ...]  # over which their gradients are partial sums
+    members: list[Named]
 
 
 @dataclass(frozen=True)
@@ -76,18 +88,14 @@ class Bucket:
     """Flat memory of some parameters; see the module docstring.
 
     Args:
-        named_parameters: moved into the bucket; they become views of it.
+        group: its parameters, which move into the bucket, and become views of it; and what they have in common.
         mesh: its `dp_shard` axis, for experts `expert_shard`, shards the bucket.
-        weight_decay: of all of them.
-        partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
         resident: whether values and gradients stay in memory.
         frozen: whether they are never updated: no gradients, no states, and `master` in the parameters' dtype.
         arithmetic: the functions that it computes with.
         seed: of deferred parameters (`layout.deferred_parameters`), of which a bucket that is not resident initializes its shard;
             None: parameters have values.
-        rule: that updates all of them.
-        rate: learning-rate multiplier of all of them.
 
     Attributes:
         values: all parameters, in their dtype.
@@ -101,24 +109,20 @@ class Bucket:
 
     def __init__(
         self,
-        named_parameters: list[tuple[str, nn.Parameter]],
+        group: Group,
         mesh: Mesh,
-        weight_decay: float,
-        partial: tuple[str, ...],
         gradient_dtype: torch.dtype,
+        *,
         resident: bool = True,
         frozen: bool = False,
         arithmetic: Arithmetic = EAGER,
         seed: int | None = None,
-        rule: Rule = AdamW(),  # noqa: B008  # immutable
-        rate: float = 1.0,
     ) -> None:
-        self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
-        self.arithmetic = arithmetic
+        self.mesh, self.resident, self.frozen, self.arithmetic = mesh, resident, frozen, arithmetic
+        self.rule, self.rate, self.weight_decay, partial, named_parameters = group
         layout = layout_of(named_parameters[0][1])
-        self.rule, self.rate = rule, rate
         # A sign must not depend on rounding.
-        self.gradient_dtype = torch.float32 if isinstance(rule, SignStep) else gradient_dtype
+        self.gradient_dtype = torch.float32 if isinstance(self.rule, SignStep) else gradient_dtype
         experts = layout.expert_ranks is not None
         self.axis = mesh.expert_shard if experts else mesh.dp_shard
         self.replicate = mesh.expert_replicate if experts else mesh.dp_replicate  # ranks with the same shard

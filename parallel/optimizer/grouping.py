@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from parallel.layout import layout_of
 from parallel.optimizer.adamw import AdamW
+from parallel.optimizer.buckets import Group, Named
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.rules import Rule, SignStep
 
-Named = tuple[str, nn.Parameter]
 ChooseRule = Callable[[str, nn.Parameter], Rule]
 """The rule of a parameter that its layout gives none."""
 
@@ -44,16 +44,6 @@ class EverywhereRule:
 
 
 ADAMW = EverywhereRule(AdamW())
-
-
-class Group(NamedTuple):
-    """The parameters of one bucket."""
-
-    rule: Rule
-    rate: float  # learning-rate multiplier
-    weight_decay: float  # divided by the multiplier, so that equal decays shrink weights equally in a step
-    partial_axes: tuple[str, ...]  # over which their gradients are partial sums
-    members: list[Named]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.gathers import ParameterGathers
 from parallel.optimizer.gradient_sums import GradientSums
-from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, Group, group_parameters
+from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, group_parameters
 from parallel.optimizer.row_factors import ChooseFactors, RowFactors
 from parallel.optimizer.rules import Rule, Step, Updater
 
@@ -90,8 +91,7 @@ class ShardedAdamW:
         arithmetic: Arithmetic = EAGER,
         seed: int | None = None,
     ) -> None:
-        self.arithmetic, self._seed = arithmetic, seed
-        self.mesh, self.clip = mesh, clip
+        self.arithmetic, self.mesh, self.clip = arithmetic, mesh, clip
         rule = rule or EverywhereRule(AdamW(betas, epsilon))
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
@@ -99,11 +99,10 @@ class ShardedAdamW:
         order = {name: position for position, (name, _) in enumerate(named_parameters)}  # that of forward
         groups = group_parameters(named_parameters, units, weight_decay, bucket_size, rule)
         self.frozen = groups.frozen
+        make = partial(Bucket, mesh=mesh, gradient_dtype=gradient_dtype, arithmetic=arithmetic, seed=seed)
         sharded: list[Bucket] = []
         for unit, members in groups.sharded:
-            unit.buckets = [
-                self._bucket(group, resident=False, frozen=groups.shards_frozen) for group in members
-            ]
+            unit.buckets = [make(group, resident=False, frozen=groups.shards_frozen) for group in members]
             sharded += unit.buckets
             for bucket in unit.buckets if not groups.shards_frozen else ():
                 bucket.unit = unit
@@ -115,7 +114,7 @@ class ShardedAdamW:
             return min(order[slot.name] for slot in bucket.slots)
 
         # Backward completes first what forward uses last. A bucket with all norms, for instance, is complete at the end.
-        resident = [self._bucket(group) for group in groups.resident]
+        resident = [make(group) for group in groups.resident]
         self.buckets = [*(() if groups.shards_frozen else sharded), *resident]
         self.frozen_buckets = sharded if groups.shards_frozen else []
         resident.sort(key=position, reverse=True)
@@ -139,21 +138,6 @@ class ShardedAdamW:
             each: each.updater(buckets, mesh, arithmetic) for each, buckets in by_rule.items()
         }
         self.begin_step(1)
-
-    def _bucket(self, group: Group, resident: bool = True, frozen: bool = False) -> Bucket:
-        return Bucket(
-            group.members,
-            self.mesh,
-            group.weight_decay,
-            group.partial_axes,
-            self.gradient_dtype,
-            resident,
-            frozen,
-            self.arithmetic,
-            self._seed,
-            group.rule,
-            group.rate,
-        )
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `step`; the last starts the sums of complete buckets."""

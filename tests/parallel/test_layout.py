@@ -12,8 +12,9 @@ from modeling.models.families.llama import Llama
 from parallel import Mesh, Normal, ShardedAdamW, initialize, parameter
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of
+from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import square_norm
-from parallel.optimizer.buckets import Bucket, split_range
+from parallel.optimizer.buckets import Bucket, Group, split_range
 from profiles.sections.model import Model
 
 degrees = st.sampled_from([1, 2, 4, 8])
@@ -155,7 +156,7 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
         for name, each in built.named_parameters():
             kinds.setdefault(each.dim() > 1, []).append((name, each))
         for named in kinds.values():
-            bucket = Bucket(named, mesh, 0.1, (), torch.float32)
+            bucket = Bucket(Group(AdamW(), 1.0, 0.1, (), named), mesh, torch.float32)
             squares += square_norm([bucket.master], [bucket.norm_weights]).item()
             for box in bucket.boxes():
                 if box.saved:

@@ -26,7 +26,7 @@ from parallel.layout import Box, deferred_parameters
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
-from parallel.optimizer.buckets import BUCKET_SIZE, IN_FLIGHT, Bucket, bucket_size
+from parallel.optimizer.buckets import BUCKET_SIZE, IN_FLIGHT, Bucket, Group, bucket_size
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import WeightDecay
 from profiles import resolve
@@ -388,7 +388,7 @@ def test_norms_exclude_padding():
     for rank in range(4):
         planned = Mesh(data=2, tensor=2, rank=rank)
         table = VocabParallelEmbedding(5, 1, planned.tensor)
-        bucket = Bucket([("weight", table.weight)], planned, 0.0, (), torch.float32)
+        bucket = Bucket(Group(AdamW(), 1.0, 0.0, (), [("weight", table.weight)]), planned, torch.float32)
         bucket.master.fill_(3.0)
         squares += square_norm([bucket.master], [bucket.norm_weights]).item()
     assert squares == pytest.approx(5 * 3.0**2)
