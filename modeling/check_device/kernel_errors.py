@@ -51,6 +51,7 @@ from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, Update, adamw, update
 from parallel.optimizer.arithmetic import Arithmetic
 from profiles.schema import Profile
+from profiles.sections.base import required
 
 SEQUENCE, SHARD = 2048, 1 << 20  # maximum tokens of attention, and elements of a shard
 EAGER = ("cpu",)  # device types on which nothing is compiled, so that a check takes a second
@@ -226,19 +227,14 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
 
 def _plain_loss(x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> list[Tensor]:
     """Summed cross-entropy of the logits X Wᵀ and its gradients, in tiles of TOKENS tokens."""
-    total, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
-    for start in range(0, len(x), TOKENS):
-        rows = slice(start, start + TOKENS)
-        logits = soft_capped(x[rows] @ weight.t(), soft_cap)
-        columns = targets[rows, None]
-        total += (logits.logsumexp(1) - logits.gather(1, columns)[:, 0]).sum()
-        gradient = logits.softmax(1)
-        gradient.scatter_add_(1, columns, torch.full_like(gradient[:, :1], -1.0))
-        if soft_cap is not None:
-            gradient *= 1 - (logits / soft_cap).square()
-        grad_x[rows] = gradient @ weight
-        grad_weight += gradient.t() @ x[rows]
-    return [total, grad_x, grad_weight]
+    leaves = [each.detach().requires_grad_() for each in (x, weight)]
+    total = x.new_zeros(())
+    for rows, wanted in zip(leaves[0].split(TOKENS), targets.split(TOKENS), strict=True):
+        logits = soft_capped(rows @ leaves[1].t(), soft_cap)
+        loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        loss.backward()
+        total += loss.detach()
+    return [total, *(required(each.grad) for each in leaves)]
 
 
 def update_errors(profile: Profile, device: torch.device) -> Errors:

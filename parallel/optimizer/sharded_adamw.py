@@ -32,13 +32,12 @@ from parallel.device import upload
 from parallel.initialization import initialize
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
-from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.gathers import ParameterGathers
 from parallel.optimizer.gradient_sums import GradientSums
-from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, group_parameters
+from parallel.optimizer.grouping import ADAMW, MATRICES, ChooseRule, group_parameters
 from parallel.optimizer.row_factors import ChooseFactors, RowFactors
 from parallel.optimizer.rules import Rule, Step, Updater
 
@@ -58,8 +57,7 @@ class ShardedAdamW:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
         mesh: its `dp_shard` axis shards the states, `expert_shard` those of experts; over its other axes partial gradients and
             the norm are summed.
-        betas, epsilon: of AdamW; `step` takes the learning rate.
-        rule: of each parameter whose layout gives none; None: AdamW.
+        rule: of each parameter whose layout gives none; `step` takes the learning rate.
         row_factors: of rows that `step` multiplies after their update; None: there are none.
         weight_decay: of each parameter.
         clip: maximum global gradient norm; None disables clipping.
@@ -78,9 +76,7 @@ class ShardedAdamW:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         mesh: Mesh,
         *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        epsilon: float = 1e-8,
-        rule: ChooseRule | None = None,
+        rule: ChooseRule = ADAMW,
         row_factors: ChooseFactors | None = None,
         weight_decay: Callable[[nn.Parameter], float] = MATRICES,
         clip: float | None = 1.0,
@@ -92,7 +88,6 @@ class ShardedAdamW:
         seed: int | None = None,
     ) -> None:
         self.arithmetic, self.mesh, self.clip = arithmetic, mesh, clip
-        rule = rule or EverywhereRule(AdamW(betas, epsilon))
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
         named_parameters = list(named_parameters)
