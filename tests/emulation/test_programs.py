@@ -81,11 +81,11 @@ SETUP = {
     "modeling/training/trainer.py:Trainer.__init__",
     "parallel/checkpoint/reader.py:Reader.load.<locals>.copy",
     "parallel/initialization.py:_Drawn.fill",
-    "parallel/layers/linear.py:_first_row",
+    "parallel/layers/linear.py:VocabParallelEmbedding.__init__",
     "parallel/optimizer/adamw.py:AdamW.constants",
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
     "parallel/optimizer/replicas.py:_checksum_weights",
-    "parallel/optimizer/row_factors.py:_chosen",
+    "parallel/optimizer/sharded_adamw.py:_chosen",
 }
 # Pipelines agree once, before their first pass, that their shapes are known.
 AGREEMENT = {"parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote"}
