@@ -18,7 +18,6 @@ from parallel.checkpoint import locations
 from parallel.checkpoint.locations import Location
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
-from profiles.sections.model import PARAMETRIZATION
 
 log = logging.getLogger(__name__)
 
@@ -227,14 +226,9 @@ def reject_other_run(record: Mapping[str, Any], marker: Mapping[str, Any], sourc
 
 
 def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
-    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile.
-
-    Fields that a checkpoint of an earlier version lacks have their defaults.
-    """
+    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile."""
     ours = profile.model.model_dump(mode="json")
     theirs = marker.get("profile", {}).get("model", ours)
-    if theirs is not ours:
-        theirs = {**dict.fromkeys(PARAMETRIZATION), "parametrization": "standard", **theirs}
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise Rejected(
