@@ -42,7 +42,7 @@ def ring_attention(
     soft_cap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a sequence sharded in zigzag order; arguments as for `attention.attention`.
+    """Grouped-query attention over a sequence sharded in zigzag order; arguments as for `attention`.
 
     Args:
         axis: context axis, of a mesh with process groups.

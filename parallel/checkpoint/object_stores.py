@@ -1,4 +1,4 @@
-"""S3: differences between servers, such as answers without a message; credentials that outlive clients.
+"""S3: differences between servers, such as answers without a message; how credentials are renewed.
 
 The AWS SDK renews the credentials of a role, an instance or `credential_process`. Those of a credentials file, such as a
 session token that another process renews, it reads only once for each client.

@@ -1,4 +1,4 @@
-"""Activations of experts, and sums of the rows of each token's experts, on NVIDIA GPUs in Triton kernels.
+"""Activations of experts, and sums of the rows of each token's experts, as Triton kernels for GPUs.
 
 Activations have the formulas of activations.py, of products without their biases: a kernel, one for forward and one for backward,
 reads each element once, adds the bias of the row's expert and computes in float32, where operators one by one would read and
