@@ -11,7 +11,7 @@ from prefect import flow
 
 from flows.final_states import final_states
 from flows.ui.artifacts import PrefectArtifact
-from flows.ui.fleet import KEY, markdown
+from flows.ui.pages import FLEET, fleet_markdown
 from profiles.errors import ProfileError
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render
@@ -39,6 +39,6 @@ def fleet(store: str = "./store", work_dir: str = "./store") -> str:
             f"the page cannot be written: {error.strerror or error}; `trainshed runs` lists the same runs"
         )
         raise ProfileError("--store", location, reason) from error
-    artifact = PrefectArtifact("markdown", KEY, "All runs: progress, speed, goodput and cost")
-    artifact.update(lambda: markdown(found, location), now=True)
+    artifact = PrefectArtifact("markdown", FLEET, "All runs: progress, speed, goodput and cost")
+    artifact.update(lambda: fleet_markdown(found, location), now=True)
     return location

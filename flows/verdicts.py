@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.runner import Runner
-from flows.ui import series as ui
+from flows.ui import pages
 from flows.ui.artifacts import PrefectArtifact, show_table
 from modeling.training.metrics import OF_TASKS
 from profiles import resolve
@@ -21,6 +21,7 @@ from profiles.files import run_files, state_files
 from profiles.local_paths import local_path
 from profiles.rules.continual import stand_in_data
 from profiles.schema import Continual, Profile
+from profiles.sections.base import required
 from tasks import keys
 from tasks.continual import gates, held_out, page, rounds, series, stand_in
 from tasks.continual.gates import Verdict
@@ -82,15 +83,12 @@ class Judge:
         after = evaluated.summary["sets"]
         verdict = gates.judge(run.continual.gates, self._before, after, self.origin, scores)
         self._record(verdict)
-        show_table(ui.TABLE, f"Gates of {run.name}", ui.table(verdict))
+        show_table(pages.GATES, f"Gates of {run.name}", pages.gates_table(verdict))
         log.info("losses before and after:\n%s", verdict.text)
         return verdict, evaluated
 
     def _run(self, step: Step, context: Context | None = None) -> Artifact:
-        made = self.runner.run(step, context)
-        if made is None:
-            raise RuntimeError(f"{step.name} was skipped, though a round needs it")
-        return made
+        return required(self.runner.run(step, context))
 
     @property
     def _sets(self) -> str:
@@ -175,8 +173,8 @@ def show_series(store: Store, name: str) -> None:
     except Exception as error:
         log.warning("series %s: its page cannot be written: %s", name, error)
         return
-    artifact = PrefectArtifact("markdown", ui.KEY, f"Series {name}: losses by round")
-    artifact.update(lambda: ui.markdown(found, location), now=True)
+    artifact = PrefectArtifact("markdown", pages.SERIES, f"Series {name}: losses by round")
+    artifact.update(lambda: pages.series_markdown(found, location), now=True)
 
 
 def _score(name: str, result: Artifact) -> float:

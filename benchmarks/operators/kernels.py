@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -132,11 +133,6 @@ def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
 
 
-def make_documents(side: str, sizes: Sizes, inputs: Inputs) -> Call:
-    """Attention within documents."""
-    return make_attention(side, sizes, inputs, documents=True)
-
-
 def make_loss(side: str, sizes: Sizes, inputs: Inputs) -> Call:
     """Cross-entropy of a projection to the vocabulary, summed over tokens."""
     x = inputs.normal(sizes.sequence, sizes.hidden)
@@ -210,7 +206,7 @@ def make_adamw(side: str, sizes: Sizes, inputs: Inputs) -> Call:
 
 KERNELS: dict[str, tuple[Callable[[str, Sizes, Inputs], Call], tuple[str, ...]]] = {
     "attention": (make_attention, ("ours", "torch", "cudnn", "flash_attn", "flash_attn_interface")),
-    "documents": (make_documents, ("ours", "torch", "flash_attn")),
+    "documents": (partial(make_attention, documents=True), ("ours", "torch", "flash_attn")),
     "loss": (make_loss, ("ours", "torch", "liger_kernel")),
     "adamw": (make_adamw, ("ours", "torch")),
 }

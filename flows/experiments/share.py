@@ -36,6 +36,7 @@ from profiles.errors import ProfileError
 from profiles.experiments import Share
 from profiles.files import run_files
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks import keys
 from tasks.continual import gates, held_out, proxy_data, replay, series
 from tasks.continual.data import new_data
@@ -128,9 +129,7 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
     tokenizer = store.artifacts.expect(TokenizerStep.id(current.tokenizer))
     runner = Runner(flow_context(run, store))
     resolve_inputs(runner, None, data_only=True)
-    everything = runner.run(DatasetStep(tokenizer))
-    if everything is None:
-        raise RuntimeError("the dataset step was skipped")
+    everything = required(runner.run(DatasetStep(tokenizer)))
     old = old_sets(runner.context, current, tokenizer)
     restore_held_out(runner.context, tokenizer, current.identity, old.entries)
     by_hash = held_out.held_out_by_hash(run.data)
@@ -212,9 +211,7 @@ def proxy_round(
         with training.open(run, tokenizer, dataset, origin, replace=True):
             identity, graphs = training.identity, training.graphs()
             training.train(TrainingStep(corpus, identity, graphs, weights))
-            evaluated = runner.run(SetsEvaluationStep(sets, keys.digest([identity, held_out]), graphs))
-    if evaluated is None:
-        raise RuntimeError("the proxy was not evaluated")
+            step = SetsEvaluationStep(sets, keys.digest([identity, held_out]), graphs)
+            found = required(runner.run(step)).summary
     steps = [{"step": each.step, "how": each.how} for each in runner.outcomes]
-    found = evaluated.summary
     return {"steps": steps, "validation_loss": found["validation_loss"], "sets": found["sets"]}

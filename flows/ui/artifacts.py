@@ -154,15 +154,10 @@ class _Sender:
 _sender = _Sender()
 
 
-class ProgressBar:
-    """A progress artifact."""
-
-    def __init__(self, key: str, description: str) -> None:
-        self._artifact = PrefectArtifact("progress", key, description)
-
-    def update(self, fraction: float) -> None:
-        """Show the completed fraction, 0 to 1."""
-        self._artifact.update(lambda: min(100.0, round(100 * fraction, 1)), now=fraction >= 1)
+def progress_bar(key: str, description: str) -> Callable[[float], None]:
+    """A function that shows a completed fraction, 0 to 1, as a progress artifact."""
+    artifact = PrefectArtifact("progress", key, description)
+    return lambda done: artifact.update(lambda: min(100.0, round(100 * done, 1)), now=done >= 1)
 
 
 def show_table(key: str, description: str, rows: Iterable[Mapping[str, Any]]) -> None:

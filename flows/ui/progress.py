@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.ui.artifacts import PrefectArtifact, ProgressBar, table_data
+from flows.ui.artifacts import PrefectArtifact, progress_bar, table_data
 from flows.ui.console import log_progress
 from flows.ui.overview import Overview
 from profiles.files import run_files
@@ -33,14 +33,14 @@ def progress_reporter(key: str, description: str) -> Callable[[str, float | None
 
     No fraction is shown while it is 0, because 0% for minutes looks hung.
     """
-    bar = ProgressBar(key, description)
+    bar = progress_bar(key, description)
 
     def report(text: str, fraction: float | None) -> None:
         if not fraction:
             log_progress(log, text)
         else:
             log_progress(log, text, f"{fraction:.0%}")
-            bar.update(fraction)
+            bar(fraction)
 
     return report
 
@@ -57,7 +57,7 @@ class TrainingProgress:
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._logged_at = 0.0
-        self._bar = ProgressBar("training", f"{profile.name}: training steps done")
+        self._bar = progress_bar("training", f"{profile.name}: training steps done")
         self._table = PrefectArtifact("table", "last-steps", f"{profile.name}: the latest training steps")
         self._overview = Overview(profile, folder)
         self._evaluated = 0  # last step whose evaluation was logged or found
@@ -85,7 +85,7 @@ class TrainingProgress:
             log_progress(log, *step_parts(self._recent, self._steps))
         step = self._recent[-1]["step"]
         done = step >= self._steps
-        self._bar.update(step / self._steps)
+        self._bar(step / self._steps)
         self._table.update(lambda: table_data(map(table_row, reversed(self._recent))), now=done)
         self._overview.update(now=done)
 

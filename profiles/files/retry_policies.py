@@ -55,16 +55,16 @@ NETWORK = Policy(
     "the step is retried",
 )
 STEP = Policy("a step of a flow that failed for any other reason than its input", (2.0, 4.0), "the run fails")
+TRAINING = Policy(
+    "an attempt of training, while storage or scheduler are unavailable",
+    (30.0, 60.0, 120.0, 300.0, *every(600.0, HOUR)),
+    "it counts as any other failure",
+)
 RESTART = Policy(
     "an attempt of training, after any other failure",
     (*STEP.delays, 8.0, 16.0, 30.0),
     "after `cluster.retries` failures without a new checkpoint, the run fails",
     endless=True,
-)
-TRAINING = Policy(
-    "an attempt of training, while storage or scheduler are unavailable",
-    (30.0, 60.0, 120.0, 300.0, *every(600.0, HOUR)),
-    "it counts as any other failure",
 )
 SHARD = Policy(
     "a shard of training data on an object store, by a job",
@@ -125,21 +125,7 @@ TRACKER = Policy(
     "W&B, MLflow and other trackers; training continues", (1.0, 2.0, 5.0, 10.0, 30.0), "", endless=True
 )
 
-POLICIES = (
-    *(FILE, NETWORK, STEP, TRAINING, RESTART, SHARD, CHECKPOINT_READ, LAST_SAVE, STOPPED_SAVE),
-    *(
-        SCHEDULER,
-        STATUS,
-        REQUEUE,
-        RELEASE,
-        SERVER,
-        STOPPED_SERVER,
-        SERVER_START,
-        SERVER_BUSY,
-        SERVER_HOME,
-        TRACKER,
-    ),
-)
+POLICIES = tuple(each for each in globals().values() if isinstance(each, Policy))
 
 
 def table() -> str:

@@ -233,12 +233,11 @@ def parse_json(
     text: str | bytes, location: Path | str, types: Types = NO_TYPES, required: Collection[str] = ()
 ) -> dict[str, Any] | None:
     """As `read_json`, for the contents of a file."""
-    found = parse(text)
-    if found is None or (wrong := wrong_key(found, types, required)) is not None:
-        reason = _defect(text) if found is None else f"missing or invalid {wrong}"
-        log.warning("%s: corrupted (%s); ignored", location, reason)
+    try:
+        return require_json(text, location, types, required, "ignored")
+    except CorruptedState as error:
+        log.warning("%s", error)
         return None
-    return found
 
 
 def wrong_key(
@@ -260,7 +259,7 @@ def parse(text: str | bytes) -> dict[str, Any] | None:
 
 
 def require_json(
-    data: bytes,
+    data: str | bytes,
     location: Path | str,
     types: Types = NO_TYPES,
     required: Collection[str] = (),

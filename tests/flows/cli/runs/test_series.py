@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flows.cli.main import main
-from flows.ui.series import markdown
+from flows.ui.pages import series_markdown
 from profiles.errors import ProfileError
 from tasks.continual import rounds
 from tasks.continual.gates import Row, Verdict
@@ -105,7 +105,7 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
         "promoted",
     ]
     assert found["rounds"][3]["rows"][0]["after"] == 1.01
-    shown = markdown(rounds.read_series(series, "nightly"), "page")
+    shown = series_markdown(rounds.read_series(series, "nightly"), "page")
     assert shown.count("\n| round-") == 3
     assert "| loss on new text |\n" in shown
     picture = base64.b64decode(re.search(r"\(data:image/svg\+xml;base64,(\S+)\)", shown)[1]).decode()

@@ -1,18 +1,25 @@
-"""All runs of a store as an artifact in Prefect's UI."""
+"""Markdown pages in Prefect's UI beside a run's overview: all runs of a store, and a continual series."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from flows.ui.overview import escape, markdown_table
+from tasks.continual.gates import COLUMNS, Verdict
+from tasks.continual.page import picture
+from tasks.continual.page import table as table_of
+from tasks.continual.rounds import Series
 from tasks.fleet.fleet import Fleet, RunView
 from tasks.fleet.page import format_cost, key_figures, warning_texts
 from tasks.reporting.format import format_duration, without_empty_columns
 
-KEY = "fleet"
+FLEET, SERIES, GATES = "fleet", "series", "gates"  # keys of artifacts
 MAX_RUNS = 50  # active ones first, then the latest
+MAX_ROUNDS = 50  # the latest
 HEADINGS = ("run", "state", "step", "loss", "of planned speed", "goodput", "left", "cost")
 
 
-def markdown(fleet: Fleet, page: str) -> str:
+def fleet_markdown(fleet: Fleet, page: str) -> str:
     """Totals, warnings and a table of runs; `page`: location of the HTML page."""
     figures = ", ".join(f"{name} **{value}**" for name, value in key_figures(fleet).items())
     warnings = "\n".join(f"- {escape(text)}" for text in warning_texts(fleet))
@@ -38,3 +45,20 @@ def _cells(run: RunView) -> list[str]:
         format_duration(left) if left else "",
         format_cost(run.cost) if run.cost is not None else "",
     ]
+
+
+def gates_table(verdict: Verdict) -> list[Mapping[str, str]]:
+    """Rows of the table artifact of a round."""
+    return [dict(zip(COLUMNS, row.cells, strict=True)) for row in verdict.rows]
+
+
+def series_markdown(found: Series, page: str) -> str:
+    """The chart and a table of the latest rounds; `page`: location of the HTML page."""
+    curve = picture(found.rounds)
+    shown: Sequence[str] = [
+        f"# {escape(found.name)}: {escape(found.promoted.run)} is promoted",
+        f"![Loss on old and new text by round]({curve})" if curve else "",
+        markdown_table(*table_of([*reversed(found.rounds[-MAX_ROUNDS:])])),
+        f"Page: `{page}`",
+    ]
+    return "\n\n".join(part for part in shown if part)
