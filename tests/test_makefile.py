@@ -3,13 +3,16 @@
 import importlib.util
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import install
 
@@ -187,6 +190,20 @@ def test_other_pins_replace_those_of_the_same_packages(stub, monkeypatch):
         "torch==2.14.*",
         "torch-neuronx==2.14.*",
     }
+
+
+def test_pins_can_be_installed_on_the_first_and_the_last_supported_python():
+    # Otherwise pip searches for other versions without end: newer packages may need more than Debian 12's 3.11.2.
+    pins = set(
+        re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "constraints.txt").read_text().lower(), re.MULTILINE)
+    )
+    installed = [found.metadata for found in distributions()]
+    ranges = {
+        f"{each['Name']}=={each['Version']}".lower(): each["Requires-Python"] or "" for each in installed
+    }
+    assert {"numpy", "pytest"} <= {pin.partition("==")[0] for pin in pins & {*ranges}}
+    for python in ("3.11.0", "3.14.0"):
+        assert not [pin for pin in pins & {*ranges} if python not in SpecifierSet(ranges[pin])]
 
 
 def test_python_without_ensurepip_names_the_package_to_install(stub, monkeypatch):
