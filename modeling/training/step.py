@@ -1,9 +1,9 @@
-"""One training step: statistics reduced over ranks, read by the host one step later, and timings.
+"""One training step: statistics reduced over ranks, QK-clip's factors, and timings.
 
 All numbers that ranks exchange after backward are in one all-reduce of 4 + (graph counts) + (world size) float32 numbers,
 plus 3 + (experts) for each layer of a model with experts, and 1 for each module for multi-token prediction. They stay on the
-device, where the anomaly guard and the optimizer use them; the host reads them, and the norms, in one copy once the next step's
-forward and backward are queued, so that it never waits for a device with nothing left to do.
+device, where the anomaly guard and the optimizer use them; the host reads them, and the norms, one step later: in one copy once
+the next step's forward and backward are queued, so that it never waits for a device with nothing left to do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.models import qk_clip
 from modeling.supervision.stragglers import one_hot
 from modeling.training import expert_load
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.trainer import Trainer
-from parallel.collectives import all_reduce
+from parallel.collectives import all_reduce, all_reduce_max
 from parallel.device import Download, Mark, upload
 
 
@@ -59,6 +60,44 @@ def reduce_statistics(
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
     numbers = upload(on_host, loss.device), expert_load.take(trainer), trainer.module_losses, differing
     return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
+
+
+@dataclass(frozen=True)
+class LogitClip:
+    """The largest logits of a step, and what follows from them; the same on every rank, on the device.
+
+    Attributes:
+        logits: of each layer and query head, (L, n) float32.
+        row_factors: flat (`models.qk_clip.factors`).
+        results: the largest logit, and the number of query heads beyond the threshold.
+    """
+
+    logits: Tensor
+    row_factors: Tensor
+    results: tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def take_logit_clip(trainer: Trainer) -> LogitClip | None:
+    """The largest logits of all ranks since the last call; None without `train.qk_clip`. Collective.
+
+    One all-reduce over all ranks, of L·n float32 numbers of L layers and n query heads, covers the microbatches of data ranks,
+    tokens of context ranks, heads of tensor ranks and layers of pipeline stages. Nothing is read on the host.
+    """
+    profile, threshold = trainer.profile, trainer.profile.train.qk_clip
+    if threshold is None:
+        return None
+    model, functions = profile.model, trainer.functions
+    taken = ((number, maxima.take()) for number, maxima in trainer.maxima.items())
+    found = {number: largest for number, largest in taken if largest is not None}
+    layers, heads = model.num_layers, model.num_attention_heads
+    if found:
+        logits = functions.logit_table([*found.values()], tuple(found), layers, trainer.mesh.tensor)
+    else:
+        logits = upload(torch.full((layers, heads), -torch.inf), trainer.torch_device)
+    logits = all_reduce_max(logits, trainer.mesh.world)
+    factors, *results = functions.clip_logits(logits, threshold, qk_clip.key_heads(model))
+    return LogitClip(logits, factors, (results[0], results[1]))
 
 
 @dataclass

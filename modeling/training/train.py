@@ -27,7 +27,6 @@ from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
-from modeling.training import qk_clip
 from modeling.training.anomalies import AnomalyGuard, Ranges
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
@@ -36,7 +35,7 @@ from modeling.training.recovery.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.recovery.replicas import Replicas
 from modeling.training.recovery.resume import Rejected
 from modeling.training.reporter import Reporter
-from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
+from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics, take_logit_clip
 from modeling.training.trainer import Trainer, job_parser, start_job, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
@@ -240,7 +239,7 @@ class TrainingRun:
         differing = self.replicas.count_differing(self.step)
         statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds, differing)
         marks.reduced = device.mark()
-        clip = qk_clip.take(self.trainer)
+        clip = take_logit_clip(self.trainer)
         factors = None if clip is None else clip.row_factors
         update = optimizer.step(rate, skip=self.guard.decide(statistics[0]), row_factors=factors)
         self.guard.record(statistics[0], update.skipped)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from modeling.data.prefetch import Batch
 from modeling.data.records import PADDING
-from modeling.training import expert_load, qk_clip
+from modeling.training import expert_load
+from modeling.training.step import take_logit_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW, collectives
@@ -360,7 +361,7 @@ def _train(
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
-            clip = qk_clip.take(trainer)
+            clip = take_logit_clip(trainer)
             update = optimizer.step(RATE, row_factors=clip and clip.row_factors)
             results.norms.append(update.gradient_norm.item())
             if clip:

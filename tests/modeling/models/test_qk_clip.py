@@ -6,7 +6,7 @@ import torch
 from modeling.data.prefetch import Batch
 from modeling.models import qk_clip as rule
 from modeling.planning.meter import Meter
-from modeling.training import qk_clip
+from modeling.training.step import take_logit_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel.attention.maxima import max_scores
@@ -20,7 +20,7 @@ def logits_of(trainer: Trainer, optimizer):
     """Run forward and backward; what was recorded."""
     optimizer.begin_step(trainer.profile.accumulation_steps)
     trainer.forward_backward(Batch(batch(0)), 1 / (BATCH * SEQUENCE))
-    return qk_clip.take(trainer)
+    return take_logit_clip(trainer)
 
 
 @pytest.mark.parametrize("name", ["llama tied", "gpt", "deepseek_v3", "multi-token"])
