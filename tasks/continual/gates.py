@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from profiles.errors import ProfileError, closest
 from profiles.schema import Gate
@@ -52,9 +51,6 @@ class Row:
         """The texts of the columns."""
         values = ["" if value is None else f"{value:.4f}" for value in (self.before, self.after)]
         return (self.set, *values, self.limit, {None: "", True: "yes", False: "no"}[self.met])
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def reason(self) -> str:

@@ -57,9 +57,6 @@ class Round:
         """What was measured on a selection, such as old."""
         return next((row for row in self.rows if row.set == name), None)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Series:
@@ -85,7 +82,7 @@ def record(
         "dataset": promoted.dataset,  # of the first run, so that the rounds of a replaced one are told apart
         "tokens": data["tokens"],
         "replay": data.get("replay", 0.0),
-        "rows": [row.to_json() for row in verdict.rows],
+        "rows": [asdict(row) for row in verdict.rows],
         "time": round(time.time(), 3),
     }
     store.run_folder(run).write(run_files.ROUND, json.dumps(facts, indent=1).encode())
@@ -214,5 +211,5 @@ def to_json(found: Series) -> Mapping[str, Any]:
     return {
         "series": found.name,
         "promoted": asdict(found.promoted),
-        "rounds": [each.to_json() for each in found.rounds],
+        "rounds": [asdict(each) for each in found.rounds],
     }

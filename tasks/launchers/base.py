@@ -215,7 +215,15 @@ def execute(
         TimeoutError: the job exceeded `timeout` and was cancelled.
     """
     handle = launcher.find(job)
-    warnings = _Warnings()
+    warned: set[tuple[str, type]] = set()
+
+    def warn_once(message: str, error: Exception) -> None:
+        """Log each kind of warning once, with a traceback unless it is an OSError."""
+        if (message, type(error)) not in warned:
+            warned.add((message, type(error)))
+            trace = None if isinstance(error, OSError) else error
+            log.warning("%s: %s: %r", job.name, message, error, exc_info=trace)
+
     try:
         if handle is not None:
             log.warning("%s is already running: re-attached to it", job.name)
@@ -229,7 +237,7 @@ def execute(
                 last_known = time.monotonic()
             except Exception as error:
                 running, failure = True, None
-                warnings.log_once(f"{job.name}: cannot get the job's status; retrying", error)
+                warn_once("cannot get the job's status; retrying", error)
                 if time.monotonic() - last_known > STATUS_TIMEOUT:
                     raise Unavailable(
                         f"{job.name}: no status for {STATUS_TIMEOUT:.0f} s ({error!r}), job left running; "
@@ -238,7 +246,7 @@ def execute(
             try:
                 watch()
             except Exception as error:
-                warnings.log_once(f"{job.name}: cannot show its progress; the job keeps running", error)
+                warn_once("cannot show its progress; the job keeps running", error)
             if failure is not None:
                 raise failure
             if not running:
@@ -272,15 +280,3 @@ def _state(
     on_status(status)
     failed = not status.running and (status.exit_code not in (0, None) or status.note)
     return status.running, launcher.failure(handle, status) if failed else None
-
-
-class _Warnings:
-    """Logs each kind of warning once, with a traceback unless it is an OSError."""
-
-    def __init__(self) -> None:
-        self._logged: set[tuple[str, type]] = set()
-
-    def log_once(self, message: str, error: Exception) -> None:
-        if (message, type(error)) not in self._logged:
-            self._logged.add((message, type(error)))
-            log.warning("%s: %r", message, error, exc_info=None if isinstance(error, OSError) else error)

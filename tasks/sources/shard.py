@@ -11,7 +11,7 @@ import errno
 import io
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -89,9 +89,6 @@ class Shard:
     use: str = "split"  # or "train" or "validation"
     anonymous: bool = False  # whether S3 is read without credentials
     fetch: bool = False  # whether a file on the hub is downloaded before it is read
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shard:

@@ -65,9 +65,6 @@ class LockOwner:
         host, pid, started = str(value["host"]), int(value["pid"]), float(value["started"])
         return cls(host, pid, started, value.get("system"), value.get("ticks"))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def is_local(self) -> bool:
         """Whether the owner runs in this host's pid namespace, so that its pid can be checked."""
@@ -253,7 +250,7 @@ def _write_ticket(backend: Backend, name: str, ticket: int, expiry: float, relea
 
 def _state(expiry: float, released: bool = False) -> bytes:
     state: dict[str, Any] = {
-        "owner": LockOwner.current().to_json(),
+        "owner": asdict(LockOwner.current()),
         "expires": time.time() + expiry,
         "released": released,
         "nonce": uuid4().hex,

@@ -88,9 +88,7 @@ def open_run(
     stored = run.stored_identity
     if stored is not None:
         folder = run.prepare(stored)
-        existing = _stored_profile(folder)
-        if existing is None and not replace:
-            _require_no_checkpoint(run)
+        existing = _stored_profile(run, required=not replace)
         if found := differences(run, existing, profile, folder, identity, inputs):
             if not replace:
                 _require_nothing_trained(run, existing, profile, found)
@@ -116,32 +114,28 @@ def check_name(store: Store, profile: Profile) -> None:
     run = store.run_folder(profile.name)
     if not state_files.exists(run.path / run_files.PROFILE) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
-    existing = _stored_profile(run.path)
+    existing = _stored_profile(run)
     found = _setting_differences(existing, profile)
     found += _schedule_differences(existing, profile, latest_checkpoint(run))
     if found:
         _require_nothing_trained(run, existing, profile, found)
 
 
-def _stored_profile(folder: Path) -> Profile | None:
-    """The profile of an existing run; None if it has none that this version can read."""
+def _stored_profile(run: RunFolder, *, required: bool = False) -> Profile | None:
+    """The profile of an existing run; None if it has none that this version can read.
+
+    Args:
+        required: reject a run that has a checkpoint without one: its learning rates could change unnoticed.
+    """
+    path = run.path / run_files.PROFILE
     try:
-        return resolve.load(str(folder / run_files.PROFILE))
+        return resolve.load(str(path))
     except ProfileError as error:
-        log.warning("%s: %s", folder / run_files.PROFILE, error)
+        log.warning("%s: %s", path, error)
+        if required and latest_checkpoint(run):
+            reason = f"{path} cannot be read, so its learning rates cannot be compared; restore or correct it: {error}"
+            raise ProfileError("name", run.name, reason) from error
         return None
-
-
-def _require_no_checkpoint(run: RunFolder) -> None:
-    """Reject resuming a run without a readable profile: its learning rates could change unnoticed."""
-    if not latest_checkpoint(run):
-        return
-    where = run.path / run_files.PROFILE
-    try:
-        resolve.load(str(where))
-    except ProfileError as error:
-        reason = f"{where} cannot be read, so its learning rates cannot be compared; restore or correct it: {error}"
-        raise ProfileError("name", run.name, reason) from error
 
 
 def reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -> None:

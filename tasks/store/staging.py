@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ def staging_folder(root: Path, name: str) -> Iterator[Path]:
     folder = outer / "files"
     try:
         retried(lambda: state_files.make_folder(folder))
-        owner = json.dumps(LockOwner.current().to_json()).encode()
+        owner = json.dumps(asdict(LockOwner.current())).encode()
         state_files.write(outer / "owner.json", owner, durable=False)
         yield folder
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -84,8 +84,7 @@ class DatasetPlan:
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shards = [shard.to_json() for shard in self.shards]
-        return {**values, "tokenizer": self.tokenizer.to_json(), "shards": shards}
+        return {**values, "tokenizer": self.tokenizer.to_json(), "shards": [*map(asdict, self.shards)]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DatasetPlan:

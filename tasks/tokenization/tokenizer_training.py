@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
     with tempfile.TemporaryDirectory(prefix="trainshed-") as jobs:
         values = {"held_out": held_out, "size": size, "folder": str(folder.absolute())}
         path = Path(jobs) / "job.json"
-        path.write_text(json.dumps({"shards": [shard.to_json() for shard in shards], **values}))
+        path.write_text(json.dumps({"shards": [*map(asdict, shards)], **values}))
         command = [sys.executable, "-P", "-m", "tasks.tokenization.tokenizer_training", str(path)]
         with Worker(command, worker_environment(token)) as worker:
             worker.ask("train", "the tokenizer")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -195,14 +195,14 @@ def test_owner_differs_from_a_later_process_with_the_same_pid():
     current = LockOwner.current()
     assert not current.is_gone
     assert replace(current, ticks=current.ticks - 1).is_gone
-    assert LockOwner.from_json(current.to_json()) == current
+    assert LockOwner.from_json(asdict(current)) == current
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert replace(current, pid=process.pid, started=time.time()).is_gone
     assert not replace(current, pid=process.pid, host="another-host").is_gone
     # A container that reuses the host's name has another boot id or pid namespace; files of earlier versions have neither.
     assert not replace(current, pid=process.pid, system="another-boot 4026531836").is_gone
-    earlier = {name: value for name, value in current.to_json().items() if name != "system"}
+    earlier = {name: value for name, value in asdict(current).items() if name != "system"}
     assert not LockOwner.from_json({**earlier, "pid": process.pid}).is_gone
 
 
