@@ -140,6 +140,26 @@ def job_environment() -> dict[str, str]:
     return {**inherited, **SAFE_PATH}
 
 
+def torchrun(job: Job, grace: int, *rendezvous: str) -> list[str]:
+    """Arguments of Python that run the following ones as a module on each of the job's ranks.
+
+    Args:
+        grace: seconds to save, for ranks that torchrun ends on a stop signal.
+    """
+    return [
+        *("-m", START, TORCHRUN, "--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes)),
+        *(*rendezvous, "--max-restarts", "0", "--shutdown-timeout", str(grace)),
+        *("--tee", "3", "--log-dir", str(job.folder.absolute() / "ranks")),
+    ]
+
+
+def write_handle(handle: Handle) -> None:
+    """Write the handle file of a job."""
+    job = handle.job
+    state = {"identifier": handle.identifier, "log_start": handle.log_start, "job": job.signature}
+    state_files.write(job.handle_file, json.dumps(state, indent=1))
+
+
 def next_attempt(attempt_file: Path) -> int:
     """Increment the attempt number, which fences earlier attempts that are still running somewhere.
 

@@ -28,8 +28,8 @@ from profiles.files import exit_codes, state_files
 from profiles.files.retry_policies import REQUEUE
 from profiles.schema import Cluster
 from tasks.launchers import environment
-from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
-from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
+from tasks.launchers.base import START, TORCHRUN, Job
+from tasks.launchers.causes import LOG_TAIL
 
 MAX_NAME_LENGTH = 60
 # For which a requeue is retried while the controller does not answer.
@@ -44,9 +44,6 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
     from jinja2 import Environment, StrictUndefined
 
     processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
-    variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
-    if job.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(job.threads)
     address = "$MASTER_ADDR:$((MASTER_PORT + 1))"
     text = Path(__file__).with_name("batch.sh.jinja").read_text()
     shell = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
@@ -56,7 +53,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
         name=job.name,
         folder=quote(str(Path.cwd())),
         options=sbatch_options(job, cluster, submission),
-        variables={name: quote(value) for name, value in variables.items()}
+        variables={name: quote(value) for name, value in environment.job_variables(job).items()}
         | environment.defaults(devices.resolve(cluster.device), address),
         attempt_file=job.attempt_file and quote(str(job.attempt_file)),
         array=job.array,

@@ -14,8 +14,17 @@ from collections.abc import Mapping
 from shlex import quote
 
 from parallel.device import Device
+from tasks.launchers.base import SAFE_PATH, Job
+from tasks.launchers.causes import RANK_PREFIX
 
 log = logging.getLogger(__name__)
+
+
+def job_variables(job: Job) -> dict[str, str]:
+    """What every launcher sets to run and follow a job."""
+    threads = {} if job.threads is None else {"OMP_NUM_THREADS": str(job.threads)}
+    lines = {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
+    return {**SAFE_PATH, **lines, **threads}
 
 
 def defaults(device: Device, address: str) -> dict[str, str]:

@@ -7,7 +7,6 @@ does not answer, methods raise Unavailable. Kubernetes removes a Job and its Pod
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -23,7 +22,16 @@ from profiles.files import exit_codes, state_files
 from profiles.files.jsonl import size_of
 from profiles.sections.cluster import Cluster
 from tasks.launchers import causes, manifests
-from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, Unavailable, next_attempt
+from tasks.launchers.base import (
+    NODE_FAILED,
+    Handle,
+    Job,
+    JobFailed,
+    Status,
+    Unavailable,
+    next_attempt,
+    write_handle,
+)
 from tasks.launchers.environment import log_differences
 
 if TYPE_CHECKING:
@@ -177,9 +185,9 @@ class KubernetesLauncher:
                 # An existing one is a conflict, or forbidden if the namespace's quota is used up.
                 if self._read(read, name) is None:
                     raise
-        log_start = int(found.metadata.annotations.get(manifests.LOG_START, 0))
-        state_files.write(job.handle_file, json.dumps({"identifier": name, "log_start": log_start}))
-        return Handle(job, name, log_start)
+        handle = Handle(job, name, int(found.metadata.annotations.get(manifests.LOG_START, 0)))
+        write_handle(handle)
+        return handle
 
     def _active(self, job: Job) -> list[V1Job]:
         """Jobs of this name, key and folder that have not ended and are not being deleted."""

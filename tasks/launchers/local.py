@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -24,16 +23,16 @@ from profiles.files import state_files
 from tasks.launchers import causes
 from tasks.launchers.base import (
     HANDLE,
-    START,
-    TORCHRUN,
     Handle,
     Job,
     JobFailed,
     Status,
     job_environment,
     next_attempt,
+    torchrun,
+    write_handle,
 )
-from tasks.launchers.environment import log_differences
+from tasks.launchers.environment import job_variables, log_differences
 
 MARKER = "TRAINSHED_JOB"
 KILLED_WAIT = 5.0  # seconds that killed processes have to end before a cancellation returns
@@ -74,8 +73,7 @@ class LocalLauncher:
         with job.log_file.open("ab") as output:
             handle = Handle(job, identifier, output.tell())
             # Before the job starts: whatever interrupts this process, the next one finds the job's processes.
-            state = {"identifier": identifier, "log_start": handle.log_start, "job": job.signature}
-            state_files.write(job.handle_file, json.dumps(state, indent=1))
+            write_handle(handle)
             child = subprocess.Popen(
                 arguments,
                 stdin=subprocess.DEVNULL,
@@ -89,7 +87,8 @@ class LocalLauncher:
         return handle
 
     def _variables(self, job: Job, identifier: str) -> dict[str, str]:
-        found = self._environment | _environment(job, identifier) | self._fixed
+        own = {**job_environment(), **dict(job.secrets), **job_variables(job), MARKER: identifier}
+        found = self._environment | own | self._fixed
         return {name: value for name, value in found.items() if value or name not in self._fixed}
 
     def find(self, job: Job) -> Handle | None:
@@ -150,26 +149,8 @@ def command(job: Job, grace: int) -> list[str]:
     if job.processes == 0:
         return [sys.executable, *program]
     # Port 0: our torchrun takes a free one. A static rendezvous: the c10d one prints a stack dump on shutdown.
-    torchrun = [
-        *(sys.executable, "-m", START, TORCHRUN, "--nnodes", "1", "--node-rank", "0"),
-        *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", "0"),
-        *("--max-restarts", "0", "--shutdown-timeout", str(grace)),
-        *("--tee", "3", "--log-dir", str(job.folder / "ranks")),
-    ]
-    return [*torchrun, *program]
-
-
-def _environment(job: Job, identifier: str) -> dict[str, str]:
-    environment = {
-        **job_environment(),
-        **dict(job.secrets),
-        MARKER: identifier,
-        "PYTHONUNBUFFERED": "1",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.RANK_PREFIX,
-    }
-    if job.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(job.threads)
-    return environment
+    rendezvous = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "0")
+    return [sys.executable, *torchrun(job, grace, *rendezvous), *program]
 
 
 def _processes(identifier: str) -> list[psutil.Process]:

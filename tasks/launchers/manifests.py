@@ -15,8 +15,8 @@ from typing import Any
 
 from parallel import device as devices
 from profiles.sections.cluster import Cluster
-from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
-from tasks.launchers.causes import RANK_PREFIX
+from tasks.launchers.base import Job, torchrun
+from tasks.launchers.environment import job_variables
 
 PORT = 29500  # of the rendezvous; every Pod has a separate address
 JOB_LABEL, FINGERPRINT, LOG_START = "trainshed/job", "trainshed/fingerprint", "trainshed/log-start"
@@ -142,13 +142,9 @@ def _command(name: str, job: Job, grace: int, attempt: int | None) -> list[str]:
         *(["--attempt", str(attempt)] if attempt is not None else []),
     ]
     if job.processes:
-        torchrun = [
-            *("-m", START, TORCHRUN, "--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes)),
-            *("--master-addr", f"{name}-0.{name}", "--master-port", str(PORT), "--max-restarts", "0"),
-            *("--rdzv-conf", f"timeout={RENDEZVOUS_SECONDS}", "--shutdown-timeout", str(grace)),
-            *("--tee", "3", "--log-dir", str(job.folder.absolute() / "ranks")),
-        ]
-        program = [*torchrun, *program]
+        rendezvous = ("--master-addr", f"{name}-0.{name}", "--master-port", str(PORT))
+        limit = ("--rdzv-conf", f"timeout={RENDEZVOUS_SECONDS}")
+        program = [*torchrun(job, grace, *rendezvous, *limit), *program]
     # Kubernetes replaces $(NAME) in commands.
     escaped = [part.replace("$(", "$$(") for part in program]
     if job.processes:
@@ -159,14 +155,7 @@ def _command(name: str, job: Job, grace: int, attempt: int | None) -> list[str]:
 
 def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
     device = devices.resolve(cluster.device)
-    variables = {
-        **SAFE_PATH,
-        "PYTHONUNBUFFERED": "1",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX,
-        **dict(device.environment),
-    }
-    if job.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(job.threads)
+    variables = job_variables(job) | dict(device.environment)
     if device.communicator:
         variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
     # Kubernetes replaces $(NAME) in values too.

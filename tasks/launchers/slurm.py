@@ -25,7 +25,7 @@ from profiles.files import retry_policies, state_files
 from profiles.files.jsonl import size_of
 from profiles.schema import Cluster
 from tasks.launchers import batch, causes
-from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status
+from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status, write_handle
 from tasks.launchers.environment import log_differences
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
@@ -104,12 +104,12 @@ class SlurmLauncher:
             batch.create_attempt_file(job.attempt_file)
         log_start = size_of(job.log_file)
         handle = Handle(job, self._sbatch(job, submission), log_start)
-        _write_handle(handle)
+        write_handle(handle)
         first = self.find(job)
         if first and first.identifier != handle.identifier:  # another process submitted it at the same time
             run_command(["scancel", handle.identifier])
             handle = Handle(job, first.identifier, log_start)
-            _write_handle(handle)
+            write_handle(handle)
         log.info("%s: submitted as Slurm job %s; script: %s", job.name, handle.identifier, path)
         return handle
 
@@ -312,11 +312,6 @@ def _warn_of_export(export: str) -> None:
 
 def _has_exit_code(record: dict[str, Any] | None) -> bool:
     return record is not None and record["exit_code"] is not None
-
-
-def _write_handle(handle: Handle) -> None:
-    state = {"identifier": handle.identifier, "log_start": handle.log_start}
-    state_files.write(handle.job.handle_file, json.dumps(state))
 
 
 def _starts(handle: Handle) -> list[str]:

@@ -28,6 +28,7 @@ from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
 from profiles.check import with_value
+from profiles.errors import counted
 from profiles.files import run_files, state_files
 from profiles.recompute import AUTO
 from profiles.schema import Profile
@@ -154,7 +155,7 @@ class GraphsStep(Step):
         return context.store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return summary.get("note") or format_graphs(summary["total"])
+        return summary.get("note") or counted(summary["total"], "graph")
 
 
 def decides(profile: Profile) -> bool:
@@ -259,11 +260,7 @@ def format_program(entry: Mapping[str, Any]) -> str:
     """A program's entry in one line: graphs, status, time and memory."""
     time = "" if entry["seconds"] is None else f", {format_duration(entry['seconds'])}"
     memory = "" if entry["peak_bytes"] is None else f", {format_bytes(entry['peak_bytes'])}"
-    return f"{entry['name']}: {format_graphs(entry['graphs'])}, {entry['status']}{time}{memory}"
-
-
-def format_graphs(graphs: int) -> str:
-    return f"{graphs} graph{'' if graphs == 1 else 's'}"
+    return f"{entry['name']}: {counted(entry['graphs'], 'graph')}, {entry['status']}{time}{memory}"
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
@@ -272,6 +269,6 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
     named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""
     return (
-        f"{format_graphs(summary['total'])}: {summary['successful']} successful, {summary['failed']} failed, "
+        f"{counted(summary['total'], 'graph')}: {summary['successful']} successful, {summary['failed']} failed, "
         f"{summary['from_cache']} cached{named}"
     )
