@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,6 @@ def _results(folder: Path) -> dict[str, object]:
         rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         losses[each.run] = [[row["step"], row.get("loss")] for row in rows]
         exports[each.run] = {path.name: file_digest(path) for path in sorted((run / "export").iterdir())}
-    outcomes = [[each.run, each.outcome, [row.to_json() for row in each.rows]] for each in rounds]
+    outcomes = [[each.run, each.outcome, [asdict(row) for row in each.rows]] for each in rounds]
     ledger = sorted(path.name for path in (folder / "store/ledger").iterdir())
     return {"outcomes": outcomes, "losses": losses, "exports": exports, "ledger": ledger}
