@@ -63,8 +63,11 @@ def admitted(
         )  # rather than wait for a run that this one cannot continue
     with activities.begin(store, "run", profile.name) as lock:
         run, parent = admit(store, profile, command, replace=replace)
-        with Runner(flow_context(run, store), lock, until) as runner, runner.until_reached():
-            yield runner, parent
+        with Runner(flow_context(run, store), lock, until) as runner:
+            with runner.until_reached():
+                yield runner, parent
+            if runner.context.folder is None:  # ended with a step before the run was opened
+                runner.keep_used(store.run_folder(run.name).path)
 
 
 def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> Lockfile | None:

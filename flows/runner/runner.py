@@ -173,6 +173,10 @@ class Runner:
         self._conclude(position, Outcome(step.name, how, took, note, summary, made.retries))
         return artifact
 
+    def keep_used(self, folder: Path) -> None:
+        """Record the artifacts used so far in a run folder that is not open."""
+        self._used.write(replace(self.context, folder=folder))
+
     def record_use(self, artifact: Artifact) -> None:
         """Record that the run uses an artifact, so that garbage collection keeps it."""
         self._used.add(artifact)

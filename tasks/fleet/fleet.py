@@ -41,7 +41,7 @@ class RunView:
     """One run as the page shows it."""
 
     summary: RunSummary
-    state: str  # running, queued, finished, failed, stopped, preparing, replaced or UNREADABLE
+    state: str  # running, queued, finished, failed, stopped, not started, replaced or UNREADABLE
     use: TimeUse
     failed_step: str | None = None  # of a failed run
 
@@ -289,7 +289,7 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse,
     if finished:
         return "finished", ended, None
     begun = summary.last is not None or latest == STARTED or bool(summary.attempts)
-    return "stopped" if begun else "preparing", ended, None
+    return "stopped" if begun else "not started", ended, None
 
 
 def nodes_of(runs: Sequence[RunView]) -> list[Node]:

@@ -208,13 +208,15 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         except ledger.MissingEntry as error:  # the datasets of all earlier ancestors are unknown
             kept |= {*ANCESTRAL}
             advice = f"restore the entry, or remove runs/{name} to collect them"
-            notes.append(f"run {name}: {error}: {', '.join(ANCESTRAL)} are kept; {advice}")
+            notes.append(
+                f"run {name}: {error}: all artifacts of kind {', '.join(ANCESTRAL)} are kept; {advice}"
+            )
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
                 kept |= {*parts}
-                notes.append(
-                    f"run {name} has no {kind} yet: {', '.join(parts)} are kept; remove runs/{name} to collect them"
-                )
+                missing, listed = f"run {name} has no {kind} yet", ", ".join(parts)
+                advice = f"remove runs/{name} to collect them"
+                notes.append(f"{missing}: all artifacts of kind {listed} are kept; {advice}")
     return _Kept(used, kept), notes
 
 

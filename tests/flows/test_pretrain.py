@@ -24,6 +24,7 @@ from tasks import completed
 from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
 from tasks.store import activities
+from tasks.store.garbage import find_garbage
 from tasks.store.store import Store
 from tests import faults
 from tests.docs.test_extending import EXAMPLES
@@ -79,6 +80,9 @@ def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path)
     prepared = pretrain(tmp_path / "fresh", "name=new", until="tokenizer")
     assert prepared["how"] == {"plan": "done", "resolve": "done", "tokenizer": "done"}
     assert not (tmp_path / "fresh/runs/new/profile.yaml").exists()
+    found, notes = find_garbage(Store(str(tmp_path / "fresh")))
+    assert found == []  # what was prepared is kept
+    assert len(notes) == 1
     trained = pretrain(store, until="train")
     assert [*trained["how"]][-1] == "train"
     assert trained["how"]["train"] == "cached"

@@ -71,7 +71,7 @@ def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(stor
         "done": "finished",
         "done~1": "replaced",
         "failed": "stopped",
-        "new": "preparing",
+        "new": "not started",
         "unnamed": "stopped",
         "waiting": "queued",
     }
