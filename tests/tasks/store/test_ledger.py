@@ -114,7 +114,9 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     entry.unlink()  # or not restored yet
     garbage, notes = find_garbage(store)
     assert f"artifacts/dataset/{ancestor.key}" not in {each.name for each in garbage}
-    assert f"no entry for run {base.identity}: dataset, tokens are kept" in "\n".join(notes)
+    assert f"no entry for run {base.identity}: all artifacts of kind dataset, tokens are kept" in "\n".join(
+        notes
+    )
     entry.parent.rename(entry.parent.with_name("elsewhere"))
     entry.parent.symlink_to("not mounted")
     with pytest.raises(ValueError, match=r"ledger: links to .*not mounted, which is missing"):
