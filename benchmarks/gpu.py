@@ -64,126 +64,93 @@ from parallel import device
 from profiles.schema import Profile
 from profiles.sections.base import required
 
-ONE = TrainingComparison(
-    *("1b", "1B Llama, bf16, compiled", "plain torch, compiled", 1.05, ("plain",)),
-    processes=1,
-    precision="bf16",
-    compiled=True,
-    workload="1b",
-    device="cuda",
-)
-HUGGING_FACE: dict[str, Any] = {
-    "against": "Hugging Face, compiled",
-    "peer": ("hugging_face",),
-    "requires": "transformers",
+Training, Kernel = TrainingComparison, KernelComparison  # of which the table has many
+# What rows of training have in common.
+ONE: dict[str, Any] = {
+    "processes": 1,
+    "precision": "bf16",
+    "compiled": True,
+    "workload": "1b",
+    "device": "cuda",
 }
-TITAN: dict[str, Any] = {
-    "against": "torchtitan",
-    "peer": ("torchtitan",),
-    "requires": "torchtitan",
-    "target": 0.95,
-}
-FP8: dict[str, Any] = {
-    "against": "torchao",
-    "peer": ("plain", "--fp8"),
-    "ours": ("--fp8",),
-    "requires": "torchao",
-    "title": "1B Llama, FP8, compiled",
-}
-LAYERS = replace(ONE, name="8b-layers", title="4 layers of 8B, bf16, compiled", workload="8b-layers")
-FSDP: dict[str, Any] = {"against": "FSDP2, compiled", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp")}
+TWO: dict[str, Any] = {**ONE, "processes": 2}
+LAYERS, FEWER = ({**ONE, "workload": name} for name in ("8b-layers", "8b-2-layers"))
+PLAIN, PLAIN_TORCH = ("plain",), "plain torch, compiled"
+TITAN: dict[str, Any] = {"peer": ("torchtitan",), "requires": "torchtitan"}
+FP8: dict[str, Any] = {"peer": ("plain", "--fp8"), "ours": ("--fp8",), "requires": "torchao"}
 TENSOR = ("--tensor", "2", "--sequence-parallel")
-TENSOR_ONE_CHUNK = (*TENSOR, "--overlap-chunks", "1")
-TENSOR_PARALLEL = replace(
-    ONE,
-    name="tensor",
-    title="1B Llama, TP 2 with SP, compiled",
-    against="DTensor with SP, compiled",
-    ours=TENSOR,
-    peer=("dtensor", "--sequence-parallel"),
-    target=1.0,
-    processes=2,
-)
-OURS_PLAIN: dict[str, Any] = {"peer": ("ours", *TENSOR_ONE_CHUNK), "target": 1.0}
-CHUNKS = replace(
-    TENSOR_PARALLEL,
-    name="tensor-chunks",
-    title="1B Llama, TP 2 with SP, in chunks",
-    against="ours without chunks",
-    **OURS_PLAIN,
-)
+CHUNK = ("ours", *TENSOR, "--overlap-chunks", "1")  # a peer
+CHUNKS = "1B Llama, TP 2 with SP, in chunks"
 DOCUMENTS = "attention within documents, fw+bw"
+LOSS = "loss with projection, fw+bw"
 
 COMPARISONS: tuple[Comparison, ...] = (
-    ONE,
-    replace(
-        ONE,
-        name="1b-deterministic",
-        title="1B Llama, deterministic kernels",
-        against="ours without",
+    Training("1b", "1B Llama, bf16, compiled", PLAIN_TORCH, 1.05, PLAIN, **ONE),
+    Training(
+        *("1b-deterministic", "1B Llama, deterministic kernels", "ours without", 0.90, ("ours",)),
         ours=("--deterministic",),
-        peer=("ours",),
-        target=0.90,
+        **ONE,
     ),
-    replace(ONE, name="1b-hf", **HUGGING_FACE),
-    replace(ONE, name="1b-titan", **TITAN),
-    replace(ONE, name="1b-fp8", **FP8),
-    LAYERS,
-    replace(LAYERS, name="8b-2-layers", title="2 layers of 8B, bf16, compiled", workload="8b-2-layers"),
-    replace(LAYERS, name="8b-titan", **TITAN),
-    replace(LAYERS, name="8b-layers-fp8", **{**FP8, "title": "4 layers of 8B, FP8, compiled"}),
-    replace(
-        LAYERS,
-        name="8b-2-layers-fp8",
-        workload="8b-2-layers",
-        **{**FP8, "title": "2 layers of 8B, FP8, compiled"},
+    Training(
+        *("1b-hf", "1B Llama, bf16, compiled", "Hugging Face, compiled", 1.05, ("hugging_face",)),
+        requires="transformers",
+        **ONE,
     ),
-    KernelComparison("attention", "attention, fw+bw", "torch's", "attention", "torch", "8b"),
-    KernelComparison(
+    Training("1b-titan", "1B Llama, bf16, compiled", "torchtitan", 0.95, **TITAN, **ONE),
+    Training("1b-fp8", "1B Llama, FP8, compiled", "torchao", 1.05, **FP8, **ONE),
+    Training("8b-layers", "4 layers of 8B, bf16, compiled", PLAIN_TORCH, 1.05, PLAIN, **LAYERS),
+    Training("8b-2-layers", "2 layers of 8B, bf16, compiled", PLAIN_TORCH, 1.05, PLAIN, **FEWER),
+    Training("8b-titan", "4 layers of 8B, bf16, compiled", "torchtitan", 0.95, **TITAN, **LAYERS),
+    Training("8b-layers-fp8", "4 layers of 8B, FP8, compiled", "torchao", 1.05, **FP8, **LAYERS),
+    Training("8b-2-layers-fp8", "2 layers of 8B, FP8, compiled", "torchao", 1.05, **FP8, **FEWER),
+    Kernel("attention", "attention, fw+bw", "torch's", "attention", "torch", "8b"),
+    Kernel(
         *("attention-fa", "attention, fw+bw", "flash-attn", "attention", "flash_attn", "8b"),
         requires="flash_attn",
     ),
-    KernelComparison("attention-cudnn", "attention, fw+bw", "cuDNN", "attention", "cudnn", "8b"),
-    KernelComparison(
+    Kernel("attention-cudnn", "attention, fw+bw", "cuDNN", "attention", "cudnn", "8b"),
+    Kernel(
         *("attention-fa3", "attention, fw+bw", "FlashAttention-3", "attention", "flash_attn_interface", "8b"),
         requires="flash_attn_interface",
     ),
-    KernelComparison("documents", DOCUMENTS, "torch's, as a batch", "documents", "torch", "8b"),
-    KernelComparison(
-        "documents-fa", DOCUMENTS, "flash-attn", "documents", "flash_attn", "8b", requires="flash_attn"
+    Kernel("documents", DOCUMENTS, "torch's, as a batch", "documents", "torch", "8b"),
+    Kernel("documents-fa", DOCUMENTS, "flash-attn", "documents", "flash_attn", "8b", requires="flash_attn"),
+    Kernel("loss", LOSS, "torch, compiled", "loss", "torch", "1b"),
+    Kernel("loss-liger", LOSS, "Liger", "loss", "liger_kernel", "1b", requires="liger_kernel"),
+    Kernel("adamw", "AdamW, 268M elements", "torch, fused", "adamw", "torch", "1b"),
+    Training(
+        *("fsdp", "1B Llama, FSDP over 2 GPUs, compiled", "FSDP2, compiled", 1.05, ("fsdp2",)),
+        ours=("--data-sharding", "fsdp"),
+        **TWO,
     ),
-    KernelComparison("loss", "loss with projection, fw+bw", "torch, compiled", "loss", "torch", "1b"),
-    KernelComparison(
-        *("loss-liger", "loss with projection, fw+bw", "Liger", "loss", "liger_kernel", "1b"),
-        requires="liger_kernel",
+    Training(
+        *("tensor", "1B Llama, TP 2 with SP, compiled", "DTensor with SP, compiled", 1.0),
+        peer=("dtensor", "--sequence-parallel"),
+        ours=TENSOR,
+        **TWO,
     ),
-    KernelComparison("adamw", "AdamW, 268M elements", "torch, fused", "adamw", "torch", "1b"),
-    replace(ONE, name="fsdp", title="1B Llama, FSDP over 2 GPUs, compiled", processes=2, **FSDP),
-    TENSOR_PARALLEL,
-    CHUNKS,
-    replace(
-        CHUNKS,
-        name="tensor-chunks-fp8",
-        title="1B Llama, TP 2 with SP, FP8, in chunks",
+    Training("tensor-chunks", CHUNKS, "ours without chunks", 1.0, CHUNK, TENSOR, **TWO),
+    Training(
+        *("tensor-chunks-fp8", "1B Llama, TP 2 with SP, FP8, in chunks", "ours without chunks", 1.0),
+        peer=(*CHUNK, "--fp8"),
         ours=(*TENSOR, "--fp8"),
-        peer=(*CHUNKS.peer, "--fp8"),
+        **TWO,
     ),
-    replace(
-        TENSOR_PARALLEL,
-        name="tensor-async",
-        title="1B Llama, TP 2 with SP, async, compiled",
-        against="ours without",
-        **{**OURS_PLAIN, "ours": (*TENSOR, "--async-tensor")},
+    Training(
+        *("tensor-async", "1B Llama, TP 2 with SP, async, compiled", "ours without", 1.0, CHUNK),
+        ours=(*TENSOR, "--async-tensor"),
+        **TWO,
     ),
-    replace(
-        ONE,
-        name="expert",
-        title="2 layers of Mixtral 8x7B, EP 2, compiled",
-        against="torch's grouped products and all-to-all",
-        ours=("--expert", "2"),
+    Training(
+        *(
+            "expert",
+            "2 layers of Mixtral 8x7B, EP 2, compiled",
+            "torch's grouped products and all-to-all",
+            1.05,
+        ),
         peer=("grouped_experts",),
-        workload="mixtral-layers",
-        processes=2,
+        ours=("--expert", "2"),
+        **{**TWO, "workload": "mixtral-layers"},
     ),
     *(
         RingComparison(

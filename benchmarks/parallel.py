@@ -16,6 +16,7 @@ Exit codes: 0 all comparisons that ran agree, 1 one failed, 2 arguments rejected
 import json
 import sys
 import tempfile
+from typing import Any
 
 from benchmarks.harness.timing import make_parser
 from benchmarks.rows.comparisons import Comparison, RingComparison, Schedule, TrainingComparison
@@ -32,85 +33,57 @@ LINEAR_EXPERT_TOLERANCE = 5e-3
 # With Muon: rounding can change an element's bits in bf16, in which matrices are orthogonalized.
 MUON_TOLERANCE = 1e-4
 MUON, REPLICATED = ("--optimizer", "muon"), "torch.optim.Muon on each rank"
+HUGGING_FACE, GROUPED = ("hugging_face",), ("hugging_face", "--experts", "grouped_mm")
+GROUPED_MM = "Hugging Face, grouped_mm"
+Row = TrainingComparison  # of which the table has many
+# What rows have in common.
+ONE: dict[str, Any] = {"processes": 1}
+MIXTRAL: dict[str, Any] = {"workload": "mixtral", "tolerance": EXPERT_TOLERANCE}
+QWEN3_5: dict[str, Any] = {**ONE, "workload": "qwen3-5", "tolerance": LINEAR_TOLERANCE}
+QWEN3_NEXT: dict[str, Any] = {**ONE, "workload": "qwen3-next", "tolerance": LINEAR_EXPERT_TOLERANCE}
 
 # The most valuable first. The first eight are 17 runs of a side: 18 minutes, if a run takes 63 s (13 steps of 4 s, and a start).
 COMPARISONS: tuple[Comparison, ...] = (
-    TrainingComparison(
-        *("float32", "one process, float32", "Hugging Face", 1.10, ("hugging_face",)),
-        processes=1,
-        bound_target=0.88,
-    ),
-    TrainingComparison("tensor", "TP 2", "DTensor", 1.25, ("dtensor",), ("--tensor", "2")),
-    TrainingComparison("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
-    TrainingComparison("fsdp", "FSDP 2", "FSDP2", 1.10, ("fsdp2",), ("--data-sharding", "fsdp")),
-    TrainingComparison("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
-    TrainingComparison(
-        "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")
-    ),
-    TrainingComparison(
-        *("experts", "Mixtral, one process", "Hugging Face, grouped_mm", 1.25),
-        peer=("hugging_face", "--experts", "grouped_mm"),
-        processes=1,
-        workload="mixtral",
-        tolerance=EXPERT_TOLERANCE,
-    ),
-    TrainingComparison(
-        *(
-            "expert",
-            "Mixtral, EP 2",
-            "torch's grouped products and all-to-all",
-            1.25,
-            ("grouped_experts",),
-        ),
+    Row("float32", "one process, float32", "Hugging Face", 1.10, HUGGING_FACE, bound_target=0.88, **ONE),
+    Row("tensor", "TP 2", "DTensor", 1.25, ("dtensor",), ("--tensor", "2")),
+    Row("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
+    Row("fsdp", "FSDP 2", "FSDP2", 1.10, ("fsdp2",), ("--data-sharding", "fsdp")),
+    Row("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
+    Row("pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")),
+    Row("experts", "Mixtral, one process", GROUPED_MM, 1.25, GROUPED, **ONE, **MIXTRAL),
+    Row(
+        *("expert", "Mixtral, EP 2", "torch's grouped products and all-to-all", 1.25, ("grouped_experts",)),
         ours=("--expert", "2"),
-        workload="mixtral",
-        tolerance=EXPERT_TOLERANCE,
+        **MIXTRAL,
     ),
-    TrainingComparison(
-        *(
-            "compiled",
-            "one process, float32, compiled",
-            "Hugging Face, compiled",
-            1.15,
-            ("hugging_face",),
-        ),
-        processes=1,
+    Row(
+        *("compiled", "one process, float32, compiled", "Hugging Face, compiled", 1.15, HUGGING_FACE),
         compiled=True,
         bound_target=0.92,
+        **ONE,
     ),
-    TrainingComparison(
-        *("bf16", "one process, bf16", "Hugging Face", 1.25, ("hugging_face",)),
-        processes=1,
+    Row(
+        *("bf16", "one process, bf16", "Hugging Face", 1.25, HUGGING_FACE),
         precision="bf16",
         bound_target=0.80,
+        **ONE,
     ),
-    TrainingComparison(
+    Row(
         *("sequence", "TP 2 with SP", "DTensor with SP", 1.35, ("dtensor", "--sequence-parallel")),
         ours=("--tensor", "2", "--sequence-parallel"),
     ),
-    TrainingComparison(
-        *("qwen3-5", "Qwen3.5, one process", "Hugging Face", 1.25, ("hugging_face",)),
-        processes=1,
-        workload="qwen3-5",
-        tolerance=LINEAR_TOLERANCE,
-    ),
-    TrainingComparison(
-        *("qwen3-next", "Qwen3-Next, one process", "Hugging Face, grouped_mm", 1.25),
-        peer=("hugging_face", "--experts", "grouped_mm"),
-        processes=1,
-        workload="qwen3-next",
-        tolerance=LINEAR_EXPERT_TOLERANCE,
-    ),
+    Row("qwen3-5", "Qwen3.5, one process", "Hugging Face", 1.25, HUGGING_FACE, **QWEN3_5),
+    Row("qwen3-next", "Qwen3-Next, one process", GROUPED_MM, 1.25, GROUPED, **QWEN3_NEXT),
     RingComparison("ring-8k", 8192),
     RingComparison("ring-32k", 32768),
-    TrainingComparison("muon", "DP 2, Muon", REPLICATED, 1.0, ("muon",), MUON, tolerance=MUON_TOLERANCE),
-    TrainingComparison(
+    Row("muon", "DP 2, Muon", REPLICATED, 1.0, ("muon",), MUON, tolerance=MUON_TOLERANCE),
+    Row(
         *("muon-update", "its update alone", REPLICATED, 1.40, ("muon",), (*MUON, "--wait-for-weights")),
         tolerance=MUON_TOLERANCE,
         update=True,
     ),
     # A figure without a target: the losses are others. In float32, whose products are as fast as those of the model.
-    TrainingComparison(
+    Row(
         *("muon-adamw", "DP 2, Muon in float32", "Trainshed's AdamW", 0.0, ("ours",)),
         ours=(*MUON, "--muon-dtype", "float32"),
         tolerance=1.0,

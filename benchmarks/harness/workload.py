@@ -76,22 +76,18 @@ def llama(
     )
 
 
+def mixtral(
+    sizes: tuple[int, int, int, int, int, int], positions: int, experts: int = 8, **others: Any
+) -> Model:
+    """A Mixtral whose tokens choose two experts; `sizes` are those of `llama`."""
+    others |= {"architecture": "mixtral", "num_experts": experts, "num_experts_per_tok": 2}
+    return llama(*sizes, max_position_embeddings=positions, **others)
+
+
 SMALL = llama(256, 688, 4, 8, 2, 4096, max_position_embeddings=512)
-SMALL_MIXTRAL = llama(
-    *(256, 512, 4, 8, 2, 4096),
-    architecture="mixtral",
-    num_experts=8,
-    num_experts_per_tok=2,
-    max_position_embeddings=512,
-)
+SMALL_MIXTRAL = mixtral((256, 512, 4, 8, 2, 4096), 512)
 TINY_LLAMA = llama(32, 64, 2, 4, 2, 128, max_position_embeddings=64)
-TINY_MIXTRAL = llama(
-    *(32, 64, 2, 4, 2, 128),
-    architecture="mixtral",
-    num_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=64,
-)
+TINY_MIXTRAL = mixtral((32, 64, 2, 4, 2, 128), 64, experts=4)
 # three layers of four with linear attention, whose heads are as large as half of a published model's
 HYBRID: dict[str, Any] = {
     "full_attention_every": 4,
@@ -119,16 +115,7 @@ LLAMA_1B = llama(
     rope_theta=500000.0,
     tie_word_embeddings=True,
 )
-
-
-MIXTRAL_LAYERS = llama(  # 2 layers of Mixtral 8x7B
-    *(4096, 14336, 2, 32, 8, 32000),
-    architecture="mixtral",
-    num_experts=8,
-    num_experts_per_tok=2,
-    max_position_embeddings=8192,
-    rope_theta=1000000.0,
-)
+MIXTRAL_LAYERS = mixtral((4096, 14336, 2, 32, 8, 32000), 8192, rope_theta=1e6)  # 2 of Mixtral 8x7B
 
 
 def llama_8b(layers: int, sequence: int = 8192) -> Model:
