@@ -243,8 +243,8 @@ def test_recomputation_trades_memory_for_time():
 
 
 def test_plans_that_share_measurements_are_those_of_separate_plans():
-    """Of two accelerators, whose bandwidths let them split the loss into 1 and 2 chunks."""
-    profile = resolve.load("llama3-8b-h200", ["train.sequence_length=2304"])
+    """Of two accelerators, whose bandwidths let them split the loss of a frozen head into 1 and 2 chunks."""
+    profile = resolve.load("llama3-8b-h200", ["train.sequence_length=2304", "lora.rank=8"])
     cache: CostCache = {}
     h100, h200 = (with_value(profile, "cluster.accelerator", name) for name in ("h100", "h200"))
     shared = [planner.plan(each, cache).needs for each in (h100, h200)]
