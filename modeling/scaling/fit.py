@@ -40,6 +40,7 @@ LOWEST, HIGHEST = 0.05, 1.5  # exponents
 TAILS = 4  # degrees of freedom of the noise, a Student's t
 DRAWS = 300
 GRID, FINE = 16, 7  # points per side of the grid of exponents and of its refinements
+BATCH = 2**17  # draws × points of the grid × rungs that are fitted at once, as fits in a CPU's cache
 SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size)]
 
 
@@ -158,56 +159,86 @@ def _solve(
     n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray, centers: np.ndarray, noise: float
 ) -> np.ndarray:
     """Best laws (draws, 5) for losses and weights (draws, rungs), and centres of the prior (draws, 2)."""
-    axis = np.geomspace(LOWEST, HIGHEST, GRID)
-    grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)  # (points, 2)
-    step = axis[1] / axis[0]
-    best = []
-    for y, w, center in zip(losses, weights, centers, strict=True):
-        points, ratio = grid, step
-        for _ in range(4):
-            coefficients, cost = _project(n, d, y, w, points, noise)
-            cost = cost + 0.5 * (((points - center) / SPREAD) ** 2).sum(1)
-            chosen = int(cost.argmin())
-            found = np.concatenate((coefficients[chosen], points[chosen]))
-            around = ratio ** np.linspace(-1, 1, FINE)
-            points = np.stack(np.meshgrid(around, around, indexing="ij"), -1).reshape(-1, 2) * points[chosen]
-            points, ratio = points.clip(LOWEST, HIGHEST), ratio ** (2 / (FINE - 1))
-        best.append(found)
-    return np.array(best)
+    size = max(1, BATCH // (GRID**2 * len(n)))
+    batches = [slice(start, start + size) for start in range(0, len(losses), size)]
+    return np.concatenate(
+        [_solve_batch(n, d, losses[each], weights[each], centers[each], noise) for each in batches]
+    )
+
+
+def _solve_batch(
+    n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray, centers: np.ndarray, noise: float
+) -> np.ndarray:
+    axis, draws = np.geomspace(LOWEST, HIGHEST, GRID), np.arange(len(losses))
+    points, ratio = _pairs(axis)[None], axis[1] / axis[0]  # points of the grid: (1 or draws, points, 2)
+    for _ in range(4):
+        coefficients, cost = _project(n, d, losses[:, None], weights[:, None], points, noise)
+        cost = cost + 0.5 * (((points - centers[:, None]) / SPREAD) ** 2).sum(-1)
+        chosen = cost.argmin(1)
+        best = np.broadcast_to(points, (*cost.shape, 2))[draws, chosen]
+        found = np.concatenate((coefficients[:, draws, chosen].T, best), 1)
+        around = _pairs(ratio ** np.linspace(-1, 1, FINE))
+        points, ratio = (around * best[:, None]).clip(LOWEST, HIGHEST), ratio ** (2 / (FINE - 1))
+    return found
+
+
+def _pairs(values: np.ndarray) -> np.ndarray:
+    """All pairs of values: (values², 2)."""
+    return np.stack(np.meshgrid(values, values, indexing="ij"), -1).reshape(-1, 2)
 
 
 def _project(
     n: np.ndarray, d: np.ndarray, y: np.ndarray, w: np.ndarray, points: np.ndarray, noise: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Best E, A, B (points, 3) for each pair of exponents (points, 2), and their costs (points)."""
-    features = np.stack([np.ones((len(points), len(n))), n ** -points[:, :1], d ** -points[:, 1:]], -1)
+    """Best E, A, B (3, draws, points) for each pair of exponents, and their costs (draws, points).
+
+    Args:
+        y, w: losses and weights (draws, 1, rungs).
+        points: exponents (1 or draws, points, 2).
+    """
+    features = n ** -points[..., :1], d ** -points[..., 1:]  # (1 or draws, points, rungs), besides 1
     # A relative error is that of the logarithm to first order.
-    relative = features / y[:, None]  # (points, rungs, 3)
-    robust = np.ones((len(points), len(n)))
+    relative = np.stack(np.broadcast_arrays(1 / y, *(feature / y for feature in features)))
+    robust: np.ndarray | float = 1.0
     for _ in range(4):
         coefficients = _non_negative(relative, w * robust)
-        predicted = np.einsum("prc,pc->pr", features, coefficients)
+        e, a, b = coefficients[..., None]
+        predicted = e + a * features[0] + b * features[1]
         residuals = np.abs(np.log(np.maximum(predicted, 1e-9) / y)) / noise
         robust = np.minimum(1, HUBER / np.maximum(residuals, 1e-12))
     huber = np.where(residuals <= HUBER, 0.5 * residuals**2, HUBER * (residuals - 0.5 * HUBER))
-    return coefficients, (w * huber).sum(1)
+    return coefficients, (w * huber).sum(-1)
 
 
 def _non_negative(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Non-negative least squares of Σ_c x_c·features = 1 per point: best over all coefficient subsets."""
-    gram = np.einsum("prc,pr,prk->pck", features, weights, features)  # (points, 3, 3)
-    right = np.einsum("prc,pr->pc", features, weights)  # (points, 3)
-    best, lowest = np.zeros(right.shape), np.zeros(len(right))
+    """Non-negative least squares of Σ_c x_c·features = 1, where features are (3, ..., rungs).
+
+    The best over all subsets of coefficients, (3, ...).
+    """
+    weighted = features * weights
+    gram = np.einsum("c...r,k...r->ck...", weighted, features)
+    right = weighted.sum(-1)
+    best, lowest = np.zeros(right.shape), np.zeros(right.shape[1:])
     for subset in SUBSETS:
-        index = np.array(subset)
-        part = gram[:, index[:, None], index]
-        part = part + 1e-12 * np.trace(part, axis1=1, axis2=2)[:, None, None] * np.eye(len(index))
-        found = np.linalg.solve(part, right[:, index, None])[..., 0]
+        index = list(subset)
+        found = _eliminate(gram[index][:, index], right[index])
         # the sum of squares without its constant part
-        value = -(found * right[:, index]).sum(1)
-        better = (found >= 0).all(1) & (value < lowest)
+        value = -(found * right[index]).sum(0)
+        better = (found >= 0).all(0) & (value < lowest)
         lowest = np.where(better, value, lowest)
         full = np.zeros(right.shape)
-        full[:, index] = found
-        best = np.where(better[:, None], full, best)
+        full[index] = found
+        best = np.where(better, full, best)
     return best
+
+
+def _eliminate(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solve positive definite systems (size, size, ...) by Gauss-Jordan; returns (size, ...)."""
+    size = len(right)
+    rows = np.concatenate((gram, right[:, None]), 1)
+    rows[range(size), range(size)] += 1e-12 * np.trace(gram)  # of features that are hardly different
+    for pivot in range(size):
+        rows[pivot] /= rows[pivot, pivot].copy()
+        for other in set(range(size)) - {pivot}:
+            rows[other] -= rows[other, pivot].copy() * rows[pivot]
+    return rows[:, -1]
