@@ -14,8 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from benchmarks.harness import rungs
 from benchmarks.harness.results import Results
-from benchmarks.harness.rungs import OVERRIDES, SEQUENCE, VOCABULARY, WIDTHS
+from benchmarks.harness.rungs import SEQUENCE, VOCABULARY
 from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
 from modeling.scaling.fit import Observation
@@ -76,15 +77,7 @@ def entropy() -> float:
 
 def describe(seed: int) -> Ladder:
     """The ladder of one seed."""
-    rungs = [{"hidden_size": width, "tokens_per_parameter": lengths} for width, lengths in WIDTHS.items()]
-    return Ladder.model_validate(
-        {
-            "name": f"benchmark-{seed}",
-            "target": "tiny",
-            "overrides": [*OVERRIDES, f"train.seed={seed}"],
-            "rungs": rungs,
-        }
-    )
+    return rungs.ladder(f"benchmark-{seed}", f"train.seed={seed}")
 
 
 def measure(seed: int, results: Results) -> tuple[bool, bool]:

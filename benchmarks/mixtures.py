@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
-from benchmarks.harness.training import train_and_evaluate
+from benchmarks.harness.training import train_and_evaluate, write_profile
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.records import open_samples
 from modeling.scaling import mixture as laws
@@ -46,18 +45,6 @@ VOCABULARY, STEPS, GRID = 320, 200, 0.2
 DOCUMENTS = {"sentences": 300, "chain": 300, "random": 2400}
 WORDS = 40  # of a document
 VALIDATION = 256  # windows of the held-out split that are evaluated
-PROFILE = {
-    "extends": "tiny",
-    "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": VOCABULARY},
-    "tokenizer": {"vocabulary_size": VOCABULARY},
-    "parallel": {"tensor": 1},
-    "train": {"steps": STEPS, "warmup_steps": 20, "global_batch_size": 8, "micro_batch_size": 8, "sequence_length": 64,
-              "precision": "float32", "learning_rate": 6e-3, "minimum_learning_rate": 6e-4},
-    "compile": {"enabled": False},
-    "checkpoint": {"every": 0},
-    "cluster": {"devices_per_node": 1, "threads": 1},
-}  # fmt: skip
 
 
 def write_sources(folder: Path) -> list[Path]:
@@ -88,9 +75,8 @@ def write_sources(folder: Path) -> list[Path]:
 
 def describe(folder: Path, seed: int) -> Mixture:
     """The mixture for one seed; its proxies are as large as the target."""
-    sources = [{"kind": "files", "path": str(path)} for path in write_sources(folder)]
     target = folder / "planted.yaml"
-    target.write_text(yaml.safe_dump({**PROFILE, "data": {"sources": sources, "validation_fraction": 0.1}}))
+    write_profile(target, write_sources(folder), VOCABULARY, steps=STEPS, minimum_learning_rate=6e-4)
     return Mixture.model_validate(
         {
             "name": f"planted-{seed}",

@@ -73,19 +73,8 @@ def describe(optimizer: Optimizer, rate: float, seed: int, share: float = 1.0) -
     warmup = round(share * shapes.STEPS / 20)
     settings = {"optimizer": optimizer, "steps": round(share * shapes.STEPS), "warmup_steps": warmup, "seed": seed,
                 "learning_rate": rate, "minimum_learning_rate": rate / 20}  # fmt: skip
-    sizes = shapes.WIDTHS.items()
-    return Ladder.model_validate(
-        {
-            "name": f"{optimizer}-{seed}",
-            "target": "tiny",
-            "overrides": [
-                *shapes.OVERRIDES,
-                *BYTES,
-                *(f"train.{key}={value}" for key, value in settings.items()),
-            ],
-            "rungs": [{"hidden_size": width, "tokens_per_parameter": lengths} for width, lengths in sizes],
-        }
-    )
+    given = (f"train.{key}={value}" for key, value in settings.items())
+    return shapes.ladder(f"{optimizer}-{seed}", *BYTES, *given)
 
 
 def loss_of(run: PlannedRun, results: Results) -> float:

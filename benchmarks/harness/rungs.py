@@ -1,5 +1,7 @@
 """The ladder that benchmarks train: eight rungs of three widths, and a target of one layer."""
 
+from profiles.experiments import Ladder
+
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 32, 16, 1953
 WIDTHS = {16: [17, 34, 68], 32: [3.4, 6.8, 11], 48: [1.8, 3.6]}
 OVERRIDES = [
@@ -11,3 +13,10 @@ OVERRIDES = [
     f"train.global_batch_size={BATCH}", f"train.micro_batch_size={BATCH}", f"train.steps={STEPS}", "train.warmup_steps=98",
     "train.learning_rate=8e-3", "train.minimum_learning_rate=4e-4",
 ]  # fmt: skip
+
+
+def ladder(name: str, *overrides: str) -> Ladder:
+    """The ladder, with further settings of all its runs."""
+    rungs = [{"hidden_size": width, "tokens_per_parameter": lengths} for width, lengths in WIDTHS.items()]
+    described = {"name": name, "target": "tiny", "overrides": [*OVERRIDES, *overrides], "rungs": rungs}
+    return Ladder.model_validate(described)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rounds.series import BATCH, SMALLER, Reptile, Series
+from benchmarks.harness.training import BATCH
+from benchmarks.rounds.series import SMALLER, Reptile, Series
 from modeling.scaling.shares import fit_shares, propose_share
 from tasks.continual.held_out import round_origin
 from tasks.store.artifacts import Artifact

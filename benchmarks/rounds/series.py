@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 
+from benchmarks.harness.training import BATCH, LENGTH, train, write_profile
 from benchmarks.rounds import languages
-from modeling.data.prefetch import Batch
 from modeling.data.records import open_samples
 from modeling.training.evaluate import evaluate_sets
-from modeling.training.learning_rate import learning_rate
 from modeling.training.sample import sample_rows
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -37,21 +35,8 @@ from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
-VOCABULARY, LENGTH, BATCH = 400, 64, 8
+VOCABULARY = 400
 SAMPLED = 512  # most rows of generated text
-PROFILE = {
-    "extends": "tiny",
-    "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": VOCABULARY},
-    "tokenizer": {"vocabulary_size": VOCABULARY},
-    "parallel": {"tensor": 1},
-    "train": {"steps": 400, "warmup_steps": 20, "global_batch_size": BATCH, "micro_batch_size": BATCH,
-              "sequence_length": LENGTH, "precision": "float32", "learning_rate": 6e-3,
-              "minimum_learning_rate": 1e-4},
-    "compile": {"enabled": False},
-    "checkpoint": {"every": 0},
-    "cluster": {"devices_per_node": 1, "threads": 1},
-}  # fmt: skip
 SMALLER = (
     "model.hidden_size=32",
     "model.intermediate_size=64",
@@ -88,10 +73,8 @@ class Series:
         self.folder, self.texts = folder, folder / "texts"
         self.texts.mkdir(parents=True)
         (folder / "standing").mkdir()
-        sources = [{"kind": "files", "path": str(self.texts / "*.jsonl")}]
-        file = folder / f"{self.name}.yaml"
-        file.write_text(yaml.safe_dump({**PROFILE, "data": {"sources": sources, "validation_fraction": 0.1}}))
-        self.file, self.store = file, Store(str(folder / "store"))
+        self.file, self.store = folder / f"{self.name}.yaml", Store(str(folder / "store"))
+        write_profile(self.file, [self.texts / "*.jsonl"], VOCABULARY, steps=400, minimum_learning_rate=1e-4)
         self.promoted = Promoted("", "", 0, "", "")
 
     def profile(self, *overrides: str) -> Profile:
@@ -174,8 +157,8 @@ class Series:
     ) -> Model:
         """Train a model, from the weights of another one if given, and evaluate it on held-out sets."""
         profile = self.profile(f"train.steps={steps}", *overrides)
-        train, corpus = profile.train, self.store.artifacts.path(dataset)
-        samples, folder = open_samples(profile, corpus, "train"), self.folder / "models" / name
+        samples = open_samples(profile, self.store.artifacts.path(dataset), "train")
+        folder = self.folder / "models" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         with Trainer(profile) as trainer:
@@ -183,11 +166,7 @@ class Series:
             if start is not None:
                 checkpoint.load(start.weights, optimizer, weights_only=True)
             before = _weights(optimizer)
-            for step in range(1, steps + 1):
-                optimizer.begin_step(1)
-                batch = Batch(torch.from_numpy(samples.batch((step - 1) * BATCH, BATCH)))
-                trainer.forward_backward(batch, 1 / (BATCH * LENGTH))
-                optimizer.step(learning_rate(train, step))
+            for step in train(trainer, optimizer, samples):
                 if reptile is not None and step % reptile.every == 0:
                     _go_back(optimizer, before, reptile.rate)
                     before = _weights(optimizer)
