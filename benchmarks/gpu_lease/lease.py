@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class Machine:
     deadline: float
     graphs: Path
     nccl: Path | None = None
-    _children: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -90,29 +88,28 @@ class Machine:
             common |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
             common |= SHARED | ({"LD_PRELOAD": str(self.nccl)} if self.nccl else {})
         command += [module, *map(str, arguments)]
+        children: list[subprocess.Popen[str]] = []
         with tempfile.TemporaryDirectory(prefix="lease-") as folder:
             logs = [Path(folder, f"{rank}.txt") for rank in range(ranks)]
             try:
                 for rank, log in enumerate(logs):
-                    environment = (
-                        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else common
-                    )
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
                     with log.open("w") as output:
-                        child = subprocess.Popen(
-                            command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
-                        )
-                        self._children.append(child)
-                ended = self._wait(limit)
+                        given: Any = {"env": common | own, "stdout": output, "stderr": subprocess.STDOUT}
+                        children.append(subprocess.Popen(command, text=True, **given))
+                ended = _wait(children, limit)
             finally:
-                codes = self._end()
+                for child in children:
+                    child.kill()  # unless it has ended
+                codes = [child.wait() for child in children]
             texts = [log.read_text(errors="replace") for log in logs]
         failed = [rank for rank, code in enumerate(codes) if code]
+        by_themselves = [rank for rank in failed if codes[rank] != -signal.SIGKILL]
+        first = (by_themselves or failed or [0])[0]
+        last = "\n".join(texts[first].strip().splitlines()[-LOG_LINES:])
         if not ended:
-            last = "\n".join(texts[0].strip().splitlines()[-LOG_LINES:])
             raise Failed(f"{module}: took longer than {limit:.0f} s\n{last}")
         if failed:
-            first = next((rank for rank in failed if codes[rank] != -signal.SIGKILL), failed[0])
-            last = "\n".join(texts[first].strip().splitlines()[-LOG_LINES:])
             raise Failed(f"{module}, rank {first}: exit code {codes[first]}\n{last}")
         lines = [line for line in texts[0].splitlines() if line.startswith("{")]
         if not lines:
@@ -120,24 +117,16 @@ class Machine:
         result: dict[str, Any] = json.loads(lines[-1])
         return result
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait until all children have ended or one has failed, at most so long; returns whether it is so."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            codes = [child.poll() for child in self._children]
-            if None not in codes or any(codes):
-                return True
-            time.sleep(0.05)
-        return False
 
-    def _end(self) -> list[int]:
-        """Kill the children that still run; returns all exit codes."""
-        children, self._children = self._children, []
-        for child in children:
-            with suppress(ProcessLookupError):
-                if child.poll() is None:
-                    child.kill()
-        return [child.wait() for child in children]
+def _wait(children: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
+    """Wait until all children have ended or one has failed, at most so long; returns whether it is so."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        codes = [child.poll() for child in children]
+        if None not in codes or any(codes):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 @dataclass(frozen=True)
