@@ -29,6 +29,11 @@ class Schedule:
     steps: int
     graphs: str
 
+    @property
+    def arguments(self) -> list[str]:
+        """Options of a measured module."""
+        return ["--warm-up", str(self.warm_up), "--steps", str(self.steps)]
+
 
 @dataclass
 class Result:
@@ -86,14 +91,12 @@ class Result:
         if self.failure:
             return {**document, "failure": self.failure}
         ours = statistics.median(self.ours)
+        document |= {"ours_seconds": ours, "tokens_per_second": self.tokens and self.tokens / ours}
         if self.lacks:
-            speed = self.tokens and self.tokens / ours
-            return {**document, "ours_seconds": ours, "tokens_per_second": speed, "lacks": self.lacks}
+            return {**document, "lacks": self.lacks}
         return {
             **document,
-            "ours_seconds": ours,
             "peer_seconds": statistics.median(self.peer),
-            "tokens_per_second": self.tokens and self.tokens / ours,
             "ratio": self.ratio,
             "spread": [min(self.ratios), max(self.ratios)],
             "ratios": self.ratios,
@@ -158,9 +161,7 @@ class TrainingComparison:
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
         threads = THREADS if self.device == "cpu" else usable_cores()  # beside a GPU, they compile
         common += ["--threads", str(max(1, threads // self.processes))]
-        common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
-        if self.compiled:
-            common += ["--graphs", schedule.graphs]
+        common += [*schedule.arguments, *(["--graphs", schedule.graphs] if self.compiled else [])]
         tolerance = self.tolerance or TOLERANCES[self.precision]
         row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)
         tokens = WORKLOADS[self.workload].tokens
@@ -206,8 +207,7 @@ class KernelComparison:
             side: Script("operators.kernels", (self.kernel, argument), device=self.device)
             for side, argument in sides.items()
         }
-        common = ["--sizes", self.sizes, "--device", self.device]
-        common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
+        common = ["--sizes", self.sizes, "--device", self.device, *schedule.arguments]
         row = (self.name, self.title, self.against, self.target, TOLERANCES["bf16"])
         return Result(*row, lacks=self.lacks, **alternate_scripts(scripts, common, schedule, before_turn))
 

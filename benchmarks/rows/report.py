@@ -108,20 +108,12 @@ def _cells(result: Result | CheckResult) -> list[str]:
     status = f"[{STYLES[result.status]}]{result.status}[/]"
     if isinstance(result, CheckResult):
         return [result.title, result.against, *[""] * 5, result.counted, status]
-    if result.failure:
-        return [result.title, result.against, "", "", "", f"{result.target:.2f}", "", "", status]
-    if result.lacks:
-        ours = f"{1e3 * statistics.median(result.ours):,.0f}"
-        return [result.title, result.against, ours, "", "", f"{result.target:.2f}", "", "", status]
+    ours, peer = (
+        f"{1e3 * statistics.median(side):,.0f}" if side else "" for side in (result.ours, result.peer)
+    )
+    row, target = [result.title, result.against, ours, peer], f"{result.target:.2f}"
+    if result.failure or result.lacks:
+        return [*row, "", target, "", "", status]
+    ratio = f"{result.ratio:.2f} ({min(result.ratios):.2f}–{max(result.ratios):.2f})"
     bound = f"{result.of_bound:.2f} ({result.bound_target:.2f})" if result.bound else ""
-    return [
-        result.title,
-        result.against,
-        f"{1e3 * statistics.median(result.ours):,.0f}",
-        f"{1e3 * statistics.median(result.peer):,.0f}",
-        f"{result.ratio:.2f} ({min(result.ratios):.2f}–{max(result.ratios):.2f})",
-        f"{result.target:.2f}",
-        bound,
-        f"{result.difference:.0e} ({result.tolerance:.0e})",
-        status,
-    ]
+    return [*row, ratio, target, bound, f"{result.difference:.0e} ({result.tolerance:.0e})", status]

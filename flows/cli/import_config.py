@@ -49,8 +49,14 @@ def run(options: argparse.Namespace) -> int:
 
             imported = imported.with_values(replan(profile, options.hardware))
             profile = _load(imported, target)
-        problem = _problem(profile)
-        planned = None if problem else _plan(profile)
+        from modeling.planning.planner import plan
+
+        problem = None
+        try:
+            resolve.check(profile)
+        except ProfileError as error:
+            problem = error
+        planned = None if problem else plan(profile)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x") as file:
@@ -73,21 +79,6 @@ def _load(imported: nxdt.Imported, target: Path) -> Profile:
         path = Path(folder, target.name)
         path.write_text(imported.text())
         return resolve.load(str(path), folder=target.parent)
-
-
-def _plan(profile: Profile) -> Plan:
-    from modeling.planning.planner import plan
-
-    return plan(profile)
-
-
-def _problem(profile: Profile) -> ProfileError | None:
-    """Why the profile cannot be planned."""
-    try:
-        resolve.check(profile)
-    except ProfileError as error:
-        return error
-    return None
 
 
 def _print(
