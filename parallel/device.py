@@ -318,7 +318,7 @@ def name_of(device: Device) -> str:
     def is_known(known: Device) -> bool:
         # A card reports up to 1% less memory than nvidia-smi shows; a partition of it has much less, and is slower.
         whole = (device.memory_bytes or 0) >= 0.95 * (known.memory_bytes or 0)
-        return whole and replace(known, memory_bytes=device.memory_bytes) == device
+        return whole and vars(known) | {"memory_bytes": device.memory_bytes} == vars(device)
 
     return next((name for name, known in ACCELERATORS.items() if is_known(known)), device.type)
 

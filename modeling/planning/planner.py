@@ -220,20 +220,22 @@ def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[St
         working = memory.eager_working_bytes(stages, microbatches) + memory.choice_bytes(profile, layers)
         held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         traffic = optimizer_traffic(profile, buckets)
-        rate, attention = layer_speed(profile, [layer for stage in stages for layer in stage], software)
+        every = [layer for stage in stages for layer in stage]
+        distinct = {id(layer): layer for layer in every}  # equal layers are one object
+        beside = {key: beside_experts(profile, layer, software) for key, layer in distinct.items()}
+        rate, attention = layer_speed(profile, every, software)
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),
             parameters=_parameters(profile, modules, rank),
             bytes=held,
-            flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
+            flops=profile.accumulation_steps * sum(layer.flops for layer in every),
             rate=rate,
             attention=attention,
             communication=_communication_bytes(profile, costs, stages, buckets),
             accumulated=traffic.accumulated,
             updated=traffic.updated,
             update_flops=traffic.flops,
-            beside_experts=profile.accumulation_steps
-            * sum(beside_experts(profile, layer, software) for stage in stages for layer in stage),
+            beside_experts=profile.accumulation_steps * sum(beside[id(layer)] for layer in every),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))

@@ -133,9 +133,10 @@ def beside_experts(profile: Profile, layer: LayerCosts, software: Software = OUR
     the rows' gradients return beside the products for the gradients of weights.
     """
     model, train, parallel = profile.model, profile.train, profile.parallel
+    if software is not OURS or train.capacity_factor is not None or not layer.communication.get("expert"):
+        return 0.0
     speed, rate = bandwidth(profile, "expert"), layer_speed(profile, [layer])[0]
-    dropless = train.capacity_factor is None and device_of(profile).concurrent_collectives
-    if software is not OURS or not (layer.communication.get("expert") and dropless and speed and rate):
+    if not (device_of(profile).concurrent_collectives and speed and rate):
         return 0.0
     tokens = profile.micro_batch_rows * train.sequence_length // parallel.context
     rows = tokens * (model.num_experts_per_tok or 0)
