@@ -13,13 +13,13 @@ from modeling.tracing import graph_stats, operators
 from modeling.tracing.trace import trace
 from profiles.resolve import load
 from tests.modeling import micro
-from tests.modeling.tracing.test_trace import profile
+from tests.modeling.tracing.test_trace import profile, traced
 
 pytestmark = pytest.mark.slow
 
 
-def test_operators_are_counted_by_program(tmp_path):
-    found = operators.count_operators(trace(profile(tmp_path)))
+def test_operators_are_counted_by_program():
+    found = operators.count_operators(traced())
     assert {name.partition(".")[0] for name in found} == {"aten", "_c10d_functional", "trainshed"}
     assert set(found["aten.mm"]) == {
         f"{region}, {mode}" for region in ("block", "loss") for mode in ("training", "evaluation")
@@ -49,8 +49,9 @@ def test_data_dependent_branch_is_rejected_and_later_plans_are_the_same(tmp_path
     assert plan(load("deepseek-coder-1.3b")) == planned
 
 
-def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, capsys):
+def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, monkeypatch, capsys):
     path = str(micro.run_folder(tmp_path / "run") / "profile.yaml")
+    monkeypatch.setattr(operators, "trace", lambda given: traced() if given == load(path) else None)
     table = tmp_path / "table.rst"
     table.write_text("| aten::mm | aten::\\_to\\_copy | and others")
     assert operators.main([path, "--table", str(table)]) == 1

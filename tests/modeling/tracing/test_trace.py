@@ -39,6 +39,11 @@ SPREAD = (
     "train.micro_batch_size=1",
 )
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")  # one process
+# two stages on a device that compiles each operator
+STAGES = (
+    *("cluster.device=neuron", "compile.enabled=true", "model.num_hidden_layers=4"),
+    *("parallel.tensor=1", "parallel.pipeline=2"),
+)
 GPT = (
     *("model.architecture=gpt", "model.num_key_value_heads=4", "model.dropout=0.1", "model.hidden_act=gelu"),
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
@@ -91,23 +96,20 @@ def test_traced_costs_include_a_user_defined_loss(tmp_path):
     assert after.bytes["activations"] > found.stages[0].saved + 2.5 * logits
 
 
-def test_device_that_compiles_each_operator_has_graphs_of_the_complete_model_and_step(tmp_path):
-    interleaved = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved")
-    found = trace(profile(tmp_path, "cluster.device=neuron", *interleaved, "model.num_hidden_layers=4"))
+def test_device_that_compiles_each_operator_has_graphs_of_the_complete_model_and_step():
+    found = traced(*STAGES, "parallel.schedule=interleaved")
     regions = ("embedding", "rotations", "block", "norm", "loss")
     names = {f"{region}, {mode}" for region in regions for mode in ("training", "evaluation")}
     assert {program.name for program in found.programs} == names | {"step"}
     assert all(len(program.graphs) == 1 for program in found.programs if program.name == "step")
 
 
-def test_deferred_weight_gradients_are_separate_graphs(tmp_path):
+def test_deferred_weight_gradients_are_separate_graphs():
     """Those of QKV, attention output and both MLP products, on a device that compiles each operator."""
-    settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.pipeline=2", "parallel.tensor=1")
-    zero_bubble, plain = (
-        trace(profile(tmp_path / schedule, *settings, f"parallel.schedule={schedule}"))
-        for schedule in ("zero_bubble", "1f1b")
+    zero_bubble, interleaved = (
+        traced(*STAGES, f"parallel.schedule={schedule}") for schedule in ("zero_bubble", "interleaved")
     )
-    assert zero_bubble.graphs == plain.graphs + 4
+    assert zero_bubble.graphs == interleaved.graphs + 4
 
 
 @pytest.fixture
