@@ -257,7 +257,7 @@ LONGER = (
     "fsdp 2, pipeline 2, tied",
     "expert 2, as many data ranks",
     "hsdp 2 x 4, sft",
-    "tensor 4, KV replicated, lora",
+    "tensor 4, KV replicated, lora, overlapped in chunks",
     "tensor 2, data 2, orpo, packed",
     "muon, QK-clip, tensor 4, KV replicated, data 2",
     "muon, QK-clip, hsdp 2 x 2, context 2, full activation checkpointing",
