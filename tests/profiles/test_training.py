@@ -1,4 +1,4 @@
-"""Every shipped profile really trains, at small size, with the losses of one process.
+"""Shipped profiles really train, all that differ at small size, with the losses of one process.
 
 Each keeps its kind of network, recomputation and schedule, with degrees in proportion on up to 8 processes.
 """
@@ -35,7 +35,16 @@ SHARDED = (
     "qwen3-30b-a3b",
     "gpt-oss-20b",
 )
-PROFILES = {name: name for name in SHARDED} | {name: published(name) for name in NAMES}
+# Published ones that at this size are another one, but for RoPE or the mode of recomputation, which others vary, too.
+ALIKE = {
+    "deepseek-coder-1.3b": "deepseek-coder-6.7b",
+    "llama2-70b": "llama3-70b",
+    "llama3-8b": "llama3.1-8b",
+    "gpt3-46b": "gpt3-23b",
+}
+PROFILES = {name: name for name in SHARDED} | {
+    name: published(name) for name in NAMES if name.removesuffix("-trn1") not in ALIKE
+}
 
 
 def small(name: str) -> Profile:
