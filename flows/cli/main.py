@@ -86,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
     _add_stores(commands)
     _add_planning(commands)
     _add_tools(commands)
+    for name, command in commands.choices.items():
+        if name not in ("up", "tensorboard"):
+            command.add("--json", "print one JSON document on standard output")
     return root
 
 
@@ -106,7 +109,6 @@ def _add_training(commands: Any) -> None:
     run.add("--until STEP", "end after a step, for instance graphs", default="")
     run.add("--dry-run", "only print the training job: script or manifests")
     run.set_defaults(fork=None)
-    _json(run)
 
     about = "train profiles in a chain, each from the previous export"
     chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, "tiny tiny-sft tiny-dpo", "run:chain")
@@ -116,7 +118,6 @@ def _add_training(commands: Any) -> None:
     chain.add("--name NAME", "prefix of the runs' names: NAME-PROFILE")
     about = "if these names belong to runs with another model, data or training, move them to NAME~N and start over"
     chain.add("--replace", about)
-    _json(chain)
 
     about = "start a new run from another run's checkpoint"
     example = "tiny@600 colder --set train.learning_rate=1e-3"
@@ -129,7 +130,6 @@ def _add_training(commands: Any) -> None:
     _update(fork)
     fork.set_defaults(dry_run=False, until="", source="")
     fork.add("--work-dir FOLDER", "cluster.work_dir (default: the parent's)")
-    _json(fork)
 
 
 def _add_experiments(commands: Any) -> None:
@@ -169,7 +169,6 @@ def _experiment(
     command.add(f"action {shown}", action, choices=actions)
     command.add("file FILE", f"a {name} file (docs/{page})")
     _store(command)
-    _json(command)
     return command
 
 
@@ -178,7 +177,6 @@ def _add_stores(commands: Any) -> None:
     about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "", "runs.runs:run")
     _store(runs)
-    _json(runs)
 
     about = "evaluate checkpoints: held-out loss, language-model tasks"
     evaluate = _command(commands, "evaluate", "RUN[@STEP]", about, "tiny --task hellaswag --limit 100")
@@ -192,33 +190,28 @@ def _add_stores(commands: Any) -> None:
     _store(evaluate)
     about = "local folder for run folders if the store is on S3, like cluster.work_dir"
     evaluate.add("--work-dir FOLDER", about, default="./store")
-    _json(evaluate)
 
     about = "show the rounds of a continual series, with their losses"
     series = _command(commands, "series", "NAME", about, "tiny", "runs.series:run")
     series.add("name NAME", "the series: the name of its first run")
     _store(series)
     _output(series, "series.html")
-    _json(series)
 
     about = "make an earlier model of a series the promoted one again"
     promote = _command(commands, "promote", "NAME RUN", about, "tiny tiny-round-1", "runs.series:promote")
     promote.add("name NAME", "the series: the name of its first run")
     promote.add("run RUN", "a run that was promoted: a round's, or the first")
     _store(promote)
-    _json(promote)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
     fleet = _command(commands, "fleet", "", about, "--output fleet.html", "runs.runs:fleet")
     _store(fleet)
     _output(fleet, "fleet.html")
-    _json(fleet)
 
     about = "show or remove files of a store that no run refers to"
     collect = _command(commands, "gc", "", about, "", "runs.runs:gc")
     _store(collect)
     collect.add("--yes", "remove the listed files")
-    _json(collect)
 
 
 def _add_planning(commands: Any) -> None:
@@ -232,7 +225,6 @@ def _add_planning(commands: Any) -> None:
     about = "print what this profile would run again of an existing run, and why"
     plan.add("--changes RUN", about, default="")
     _store(plan)
-    _json(plan)
 
     up = _command(commands, "up", "", "start a Prefect server and a worker on this machine", "")
     up.add("--port PORT", "port of the UI and the API", default=4200, type=integer(1, 65535))
@@ -253,7 +245,6 @@ def _add_tools(commands: Any) -> None:
 
     command = _command(commands, "profiles", "[WORD]", "list the shipped profiles", "llama3")
     command.add("word WORD", "list only profiles with WORD in their name", nargs="?", default="")
-    _json(command)
 
     about = "compare runs: metrics, profile differences and loss curves"
     example = "first second --output compare.html"
@@ -261,7 +252,6 @@ def _add_tools(commands: Any) -> None:
     compare.add("runs RUN", "a run's name, or the path of its folder", nargs="+")
     _store(compare)
     _output(compare, "compare.html")
-    _json(compare)
 
     about = "start TensorBoard for one run, or for all runs of a store"
     tensorboard = _command(commands, "tensorboard", "[RUN]", about, "tiny", "runs.tensorboard:run")
@@ -279,7 +269,6 @@ def _add_tools(commands: Any) -> None:
     about = "plan a new topology for this hardware; keep batch and schedule"
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
     importer.add("--verbose", "list every key of the config")
-    _json(importer)
 
 
 def _conversion(command: Parser) -> None:
@@ -300,7 +289,6 @@ def _conversion(command: Parser) -> None:
         "--nxd-qkv FORM", f"Q, K, V in NxD shards: {', '.join(QKV_FORM_NAMES)}", choices=QKV_FORM_NAMES
     )
     command.add("--without-mtp", "leave out modules for multi-token prediction")
-    _json(command)
 
 
 def _command(commands: Any, name: str, operands: str, about: str, example: str, function: str = "") -> Parser:
@@ -343,10 +331,6 @@ def _store(command: Parser) -> None:
 
 def _output(command: Parser, name: str) -> None:
     command.add("--output FILE", "HTML page to write", default=name)
-
-
-def _json(command: Parser) -> None:
-    command.add("--json", "print one JSON document on standard output")
 
 
 if __name__ == "__main__":
