@@ -5,7 +5,8 @@ activations    saved by autograd per microbatch, times the microbatches in fligh
 flops          of a step, in matrix products and attention, including recomputation and passes without gradients; the planner's
                if a program's graphs differ in FLOPs, as those of dense layers and experts do: a trace does not count their calls
 
-The loss needs memory that none of its graphs has, and a user-defined one is in no graph: the loss's costs are the planner's.
+The loss's FLOPs are the planner's, and its memory is where graphs do not show it: gradients of logits that GPUs keep are inputs
+of graphs, and a user-defined loss is in none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
     """Traced costs by pipeline rank; `traced`: a `Trace` as JSON."""
     ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
     (flops, ambiguous), modes = _region_flops(profile, traced), layer_modes(profile)
+    tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
     result = []
     for rank in range(ranks):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
@@ -49,6 +51,8 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         working = math.ceil(microbatches * sum(stage["saved"] for stage in stages))
         modules = [costs.module(held) for held in layers]
         peak, loss = costs.loss(modules[-1]) if modules[-1].last else (0, 0)
+        if not (profile.train.loss or (modules[-1].last and modules[-1].loss_chunks(tokens).keep)):
+            peak = 0
         working += max(peak, *(stage["peak"] for stage in stages)) + choice_bytes(profile, layers)
         buckets = plan_buckets(profile, modules)
         if gathers_in_graph(profile):  # the blocks' weights and gradients are results of the graphs
