@@ -15,7 +15,7 @@ from modeling.start import without_garbage_collection
 from profiles.errors import ProfileError
 from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
 from tasks.fleet.page import format_cost, key_figures, warning_texts, write_page
-from tasks.reporting.format import format_age, format_bytes
+from tasks.reporting.format import format_age, format_bytes, without_empty_columns
 from tasks.store.garbage import find_garbage, remove
 from tasks.store.run_folder import checkpoint_steps
 from tasks.store.runs import files_by_run
@@ -66,23 +66,19 @@ class _Files:
 
 
 def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
-    """Print a table, without the optional columns that are empty for all runs."""
-    optional = {name: [text(run) for run, _ in rows] for name, text in _OPTIONAL.items()}
-    optional = {name: values for name, values in optional.items() if any(values)}
-    parents = [run.summary.parent or "" for run, _ in rows]
-    last = ["parent"] if any(parents) else []
-    titles = ("run", "state", "step", "loss", *optional, "age", "size", *last)
+    """Print a table, without the columns that are empty for all runs."""
     lines = []
-    for index, (run, files) in enumerate(rows):
+    for run, files in rows:
         summary = run.summary
         loss = summary.last["loss"] if summary.last else None
         line = [run.name, run.shown_state, _step(run, files), f"{loss:.4f}" if loss is not None else ""]
-        line += [values[index] for values in optional.values()]
+        line += [text(run) for text in _OPTIONAL.values()]
         line += [format_age(time.time() - summary.changed) if summary.changed else ""]
-        lines.append([*line, format_bytes(files.bytes), *[parents[index] for _ in last]])
-    print_table(
-        table_console(), titles, lines, left={0, 1, *range(len(titles) - len(last), len(titles))}, folds=True
-    )
+        lines.append([*line, format_bytes(files.bytes), summary.parent or ""])
+    titles = ("run", "state", "step", "loss", *_OPTIONAL, "age", "size", "parent")
+    shown, lines = without_empty_columns(titles, lines)
+    left = [index for index, title in enumerate(shown) if title in ("run", "state", "parent")]
+    print_table(table_console(), shown, lines, left=left, folds=True)
 
 
 def _step(run: RunView, files: _Files) -> str:
