@@ -110,8 +110,10 @@ def test_long_json_strings_decode_in_chunks_to_the_same_text(documents, ensure_a
         patch.setattr("tasks.sources.formats.long_text.READ", part)
         records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
         made = (json.dumps(record, ensure_ascii=ensure_ascii).encode() for record in records)
-        shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
-        found = readers._json_texts(shard, ((lambda: "a.jsonl, line 1", line) for line in made))
+        lines = ((lambda: "a.jsonl, line 1", line) for line in made)
+        patch.setitem(readers.LINES, "jsonl", lambda shard, token: lines)
+        shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), stop=1, column="text")
+        found = readers.documents(shard)
         assert [each if isinstance(each, str) else "".join(each.chunks()) for each in found] == documents
 
 
