@@ -1,7 +1,7 @@
 """Compare tokenization (JSON lines to `.bin`/`.idx`) with tokenizers in memory and `datasets.map`.
 
 Uses all cores and a BPE of 32,000 tokens, trained on the text itself, which does not repeat (harness/text.py): byte-level
-(with gigatoken, and with the word cache) or SentencePiece style (with the word cache). Sides alternate; figures are medians. For
+(with gigatoken, and with `tokenizers`) or SentencePiece style (with the word cache). Sides alternate; figures are medians. For
 byte-level BPE, the slower sides read only a part of the text.
 """
 

@@ -1,9 +1,9 @@
 """Tokenization engines: gigatoken, a word cache or `tokenizers`, always with the ids of `tokenizers`.
 
 `HuggingFaceEngine` supports every tokenizer. `GigatokenEngine` (MIT, github.com/marcelroed/gigatoken) is many times faster
-where it supports a tokenizer; otherwise `WordCacheEngine` tokenizes each distinct word once. Both are verified against
-`tokenizers`: before use on every added token, on random ids and on the first texts of each shard, then on one short text of
-every batch.
+where it supports a tokenizer; `WordCacheEngine` tokenizes each distinct word once, for tokenizers in SentencePiece's style. Both
+are verified against `tokenizers`: before use on every added token, on random ids and on the first texts of each shard, then on
+one short text of every batch.
 
 Special tokens in text are encoded as plain text: "<|endoftext|>" in a document is thirteen characters, not an end of document.
 Otherwise the author of a web page could end documents or begin chat turns inside the training data. Megatron's GPT-2 tokenizer
@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tasks.tokenization import tokenizer_files
-from tasks.tokenization.word_cache import UnsupportedTokenizer, create_word_cache
+from tasks.tokenization.word_cache import UnsupportedTokenizer, WordCache
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class WordCacheEngine(VerifiedEngine):
         super().__init__(tokenizer)
         if threads >= MANY_THREADS:
             raise UnsupportedTokenizer(f"tokenizers is faster on {threads} threads")
-        self._cache = create_word_cache(_without_special_tokens(tokenizer))
+        self._cache = WordCache(_without_special_tokens(tokenizer))
 
     def verify(self, sample: Sequence[str], probes: Sequence[str]) -> None:
         super().verify(sample, probes)
