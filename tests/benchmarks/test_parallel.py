@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -17,22 +16,22 @@ from benchmarks.rows.comparisons import Result
 pytestmark = pytest.mark.slow
 
 
-def test_quick_comparison_runs_and_losses_agree(tmp_path):
+def test_quick_comparison_runs_and_losses_agree(tmp_path, monkeypatch, capsys):
     out = tmp_path / "kept" / "rows.jsonl"
-    command = [sys.executable, "-m", "benchmarks.parallel", "--quick", "--only", "tensor", "--json"]
-    command += ["--out", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stderr
-    (row,) = json.loads(ran.stdout)["rows"]
+    arguments = ["--quick", "--only", "tensor", "--json", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["parallel", *arguments])
+    assert parallel.main() == 0
+    printed = capsys.readouterr()
+    (row,) = json.loads(printed.out)["rows"]
     assert row["row"] == "tensor"
     assert row["difference"] <= row["tolerance"] == 1e-5
     kept = json.loads(out.read_text())
     assert kept.pop("machine")["torch"]
     assert kept.pop("took") > 0
     assert kept.pop("time") > "2026"
-    assert kept.pop("arguments") == command[3:]
+    assert kept.pop("arguments") == arguments
     assert kept == row
-    assert f"tensor: {row['status']}, ratio " in ran.stderr
+    assert f"tensor: {row['status']}, ratio " in printed.err
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
 
 

@@ -44,7 +44,7 @@ TWO_RANKS = {
 DEEP = ("model.num_hidden_layers=4",)
 MUON = ("train.optimizer=muon", CLIP)
 EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2", *MUON)
-BF16 = ("train.precision=bf16",)
+BF16 = ("train.precision=bf16", MUON[0])
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false", *MUON)
 ADAPTERS = (*SFT, "lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
@@ -65,7 +65,6 @@ COMPILED = {
         *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
         *("train.micro_batch_size=1", "train.recompute=selective"),
     ),
-    "compiled, dpo": (*DPO, "parallel.tensor=2"),
     # in a ring with documents
     SHARDED_ADAPTERS: (*ADAPTERS, "parallel.tensor=1", "parallel.context=2", "parallel.data_sharding=fsdp"),
 }
