@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from profiles.files import exit_codes
 
 log = logging.getLogger(__name__)
 
+LINE_SECONDS = 10.0  # at least between two lines on the progress
+
 
 def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
     """Log-probabilities of all answers in row order, float32, on every rank; called on every rank.
@@ -35,7 +38,7 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
     data, size = trainer.mesh.data, trainer.profile.train.global_batch_size // trainer.mesh.data.size
     count, rows = size * data.size, size * samples.rows_per_sample
     found: list[np.ndarray] = []
-    passes = math.ceil(samples.windows / count)
+    passes, shown_at = math.ceil(samples.windows / count), time.monotonic()
     for index in range(passes):
         first = index * count + data.rank * size
         # Beyond the split's end, samples wrap around.
@@ -46,7 +49,9 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
         padded[data.rank * rows : (data.rank + 1) * rows] = local
         everyone = np.array(trainer.sum_on_host(padded))
         found.append(everyone[np.arange(everyone.shape[1]) < sizes[:, None]])
-        if trainer.leader and (index + 1) * 10 // passes > index * 10 // passes:
+        tenth = (index + 1) * 10 // passes > index * 10 // passes
+        if trainer.leader and tenth and time.monotonic() - shown_at >= LINE_SECONDS:
+            shown_at = time.monotonic()
             log.info(
                 f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} samples"
             )
