@@ -86,13 +86,9 @@ def _average(
         )
         context = flow_context(profile, store, folder)
         runner = stack.enter_context(Runner(context, locks[trunk.name], keeps_recorded=True))
-
-        def checkpoints(run: PlannedRun) -> list[int]:
-            return store.run_folder(run.name).checkpoint_steps()
-
         rows = []
         for average in described.averages:
-            members = members_of(described, average, trunk, found, checkpoints)
+            members = members_of(described, average, trunk, found, store)
             identity = identity_of(store, members)
             step = AverageStep(
                 dataset, identity, tokenizer=tokenizer, members=tuple(members), label=average.name

@@ -6,8 +6,6 @@ identity, and a branch depends on the trunk only up to its own first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
 from profiles.experiments import TRUNK, Average, Branch, Branches
@@ -73,31 +71,24 @@ def name_of(spec: Branches, branch: Branch) -> str:
 def require_members(spec: Branches, trunk: PlannedRun, branches: list[PlannedRun]) -> None:
     """Raise ProfileError for an average whose checkpoints these runs will not have at their ends."""
     for average in spec.averages:
-        members_of(spec, average, trunk, branches, _planned_checkpoints)
+        members_of(spec, average, trunk, branches, None)
 
 
 def members_of(
-    spec: Branches,
-    average: Average,
-    trunk: PlannedRun,
-    branches: list[PlannedRun],
-    checkpoints: Callable[[PlannedRun], Sequence[int]],
+    spec: Branches, average: Average, trunk: PlannedRun, branches: list[PlannedRun], store: Store | None
 ) -> list[tuple[str, int]]:
     """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing.
 
     Args:
-        checkpoints: returns the steps of a run's checkpoints, in ascending order.
+        store: that has the runs' checkpoints; None: those that the runs will have at their ends.
     """
     found = []
     for text in average.of:
         run, end = _resolve_member(spec, average, text, trunk, branches)
         # Those of the schedule: one that was saved because the run was interrupted must not change the average.
         every, planned = run.profile.checkpoint.every, (run.first_step, end)
-        steps = [
-            step
-            for step in checkpoints(run)
-            if step in planned or (every and step < end and step % every == 0)
-        ]
+        saved = store.run_folder(run.name).checkpoint_steps() if store else _planned_checkpoints(run)
+        steps = [step for step in saved if step in planned or (every and step < end and step % every == 0)]
         if len(steps) < average.last or end not in steps:
             reason = f"{run.name} has the checkpoints {', '.join(map(str, steps)) or 'none'} up to step {end}"
             raise ProfileError(f"averages.{average.name}.last", average.last, reason)

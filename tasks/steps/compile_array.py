@@ -30,7 +30,7 @@ from tasks.step import Context
 from tasks.steps.programs import PROGRAM, compile_program, job_name, limits_of
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
-from tasks.tokenization.slurm_array import CPU_NODES, MAX_JOBS
+from tasks.tokenization.worker_pool import CPU_NODES, MAX_JOBS
 
 log = logging.getLogger(__name__)
 

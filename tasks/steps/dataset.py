@@ -37,9 +37,8 @@ from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 from tasks.tokenization import record_rows
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
-from tasks.tokenization.slurm_array import process_shards
 from tasks.tokenization.tokenize_shard import Counts, tokenize
-from tasks.tokenization.worker_pool import WorkerPool
+from tasks.tokenization.worker_pool import WorkerPool, process_shards
 
 CORPUS = "corpus.json"
 LOCATION = {"path", "anonymous"}  # keys of an entry in corpus.json that locate a shard

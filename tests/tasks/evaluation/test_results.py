@@ -86,7 +86,7 @@ def test_task_is_retried_if_reading_its_data_again_may_succeed(tmp_path, monkeyp
 
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(checkpoints, "run_job", run_job)
+    monkeypatch.setattr("tasks.steps.jobs.run_job", run_job)
     monkeypatch.setattr(checkpoints, "write_model", lambda *arguments: arguments[-1].mkdir())
     store = Store(str(tmp_path))
     folder = store.run_folder("run").prepare("identity")
