@@ -52,9 +52,10 @@ class Workspace:
             Context(self.profile, self.store, **context), self.work, self.programs
         )
 
-    def start(self) -> ForkServerProcess:
-        """Compile the programs in a flow of its own."""
-        process = forkserver().Process(target=compile_in_flow, args=(self, dict(os.environ)))
+    def start(self, count: int) -> ForkServerProcess:
+        """Compile the first `count` programs in a flow of its own."""
+        arguments = (self, self.programs[:count], dict(os.environ))
+        process = forkserver().Process(target=compile_in_flow, args=arguments)
         process.start()
         return process
 
@@ -62,9 +63,10 @@ class Workspace:
         self.store.artifacts.remove(ArtifactId(PROGRAM, keys.graph(self.profile, program["digest"])))
 
 
-def compile_in_flow(workspace: Workspace, environment: dict[str, str]) -> None:
+def compile_in_flow(workspace: Workspace, programs: list[dict], environment: dict[str, str]) -> None:
     os.environ.update(environment)  # how to reach the cluster, which was started after the fork server
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    workspace.programs = programs
     workspace.compile()
 
 
@@ -91,7 +93,7 @@ def test_each_program_is_compiled_once_by_an_array_that_flows_cancel_or_re_attac
     def compiles() -> list[psutil.Process]:
         return running(cluster, "modeling.tracing.compile")
 
-    interrupted = workspace.start()
+    interrupted = workspace.start(1)
     until(compiles)
     os.kill(interrupted.pid, signal.SIGINT)
     interrupted.join()
@@ -101,7 +103,7 @@ def test_each_program_is_compiled_once_by_an_array_that_flows_cancel_or_re_attac
 
     log = workspace.work / "logs/compile.log"
     before = log.stat().st_size
-    killed = workspace.start()
+    killed = workspace.start(2)
     suspended = until(lambda: len(found := compiles()) == 2 and found)
     for process in suspended:
         process.suspend()

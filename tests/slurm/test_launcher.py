@@ -106,7 +106,7 @@ def test_options_reach_slurm_unchanged(place, cluster):
         "cluster.time=1:30:00",
         f"cluster.slurm=[{json.dumps('--mcs-label=' + comment)}, --nice=7]",
     )
-    handle = launcher.submit(job(place))
+    handle = launcher.submit(job(place, processes=0))
     shown = cluster.command("scontrol", "show", "job", handle.identifier)
     assert "Partition=spot" in shown
     assert "TimeLimit=01:30:00" in shown
@@ -273,15 +273,16 @@ def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
 
 def test_job_without_attempt_file_fails_at_its_time_limit(place, cluster):
     launcher = launcher_of("cluster.time=1", "cluster.time_left=59")
-    number = launcher.submit(job(place)).identifier
-    until_written(place / "pid-0")
+    alone = job(place, processes=0)
+    number = launcher.submit(alone).identifier
+    until_written(place / "pid-alone")
     cluster.command(
         "scontrol", "update", f"JobId={number}", "EndTime=now+2"
     )  # the shortest limit is a minute
     with pytest.raises(JobFailed, match=r"at its time limit \(1\); increase cluster\.time"):
-        execute(launcher, job(place))
+        execute(launcher, alone)
     log = (place / "logs/work.log").read_text()
-    assert log.count("rendezvous at") == 1
+    assert log.count("rank alone") == 1
     until(lambda: not cluster.jobs())
 
 
@@ -306,17 +307,17 @@ def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
 
     def watch():
         asked.append(len(asked))
-        if (place / "pid-1").exists() and not (place / "finish").exists():
+        if (place / "pid-alone").exists() and not (place / "finish").exists():
             if asked[-1] % 10 == 5:
                 record.mkdir(exist_ok=True)
             elif asked[-1] % 10 == 0 and record.exists():
                 record.rmdir()
                 (place / "finish").touch()
 
-    execute(launcher, job(place), watch)
+    execute(launcher, job(place, processes=0), watch)
     assert json.loads(record.read_text())["exit_code"] == 0
-    assert not (place / "saved-0").exists()
-    assert (place / "logs/work.log").read_text().count("rendezvous at") == 1
+    assert not (place / "saved-alone").exists()
+    assert (place / "logs/work.log").read_text().count("rank alone") == 1
 
 
 def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, monkeypatch):

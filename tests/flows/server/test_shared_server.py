@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from flows.cli.run import _where_to_watch
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import PASSWORD, access_settings, configure
+from flows.server.serve import CHECK_SECONDS
 from flows.server.shared_server import Server, shared_server
 from tests import faults
 from tests.flows.cli.test_up import allows_pages_of, ask
@@ -27,6 +30,15 @@ from flows.server.shared_server import Server
 server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
 print(server.wait(), flush=True)
 time.sleep(600)
+"""
+WATCH = """
+import sys
+from pathlib import Path
+from flows.server.locks import ServerLocks
+from flows.server.serve import stop_without_users
+locks = ServerLocks(Path(sys.argv[1]))
+print(flush=True)
+stop_without_users(locks, 4200)
 """
 
 
@@ -52,8 +64,12 @@ def servers() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(environment, tmp_path):
+def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(
+    environment, prefect_database, tmp_path
+):
     home, log = tmp_path / "home", tmp_path / "server.log"
+    home.mkdir()
+    shutil.copy(prefect_database, home)
     first = Server(home, log)
     address = first.wait()
     (server,) = servers()
@@ -80,13 +96,20 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
         assert ask(f"{third.wait()}/flows/filter")
     assert servers() == []
 
-    last = Server(home, log)
-    last.wait()
-    (server,) = servers()
-    while home.exists():  # with its store; the server still writes to it
-        shutil.rmtree(home, ignore_errors=True)
-    server.wait(timeout=180)
-    last.leave()
+
+def test_server_ends_once_its_home_is_deleted(tmp_path):
+    """With its store: no command can find this server again."""
+    home = tmp_path / "home"
+    locks = ServerLocks(home)
+    with locks.record_server(4200, ends_with_users=True), locks.join()[1]:
+        command = [sys.executable, "-c", WATCH, str(home)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            server.stdout.readline()
+            time.sleep(3 * CHECK_SECONDS)
+            assert server.poll() is None
+            while home.exists():  # the server still writes to it
+                shutil.rmtree(home, ignore_errors=True)
+            assert server.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_each_home_has_a_password_of_its_own_that_others_cannot_read(tmp_path, monkeypatch):
