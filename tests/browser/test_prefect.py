@@ -17,7 +17,7 @@ from flows.server.prefect_settings import LOGIN, PASSWORD
 from tests.browser.conftest import FOREIGN
 from tests.browser.pages import visit
 from tests.deployments import HOME, register
-from tests.flows.micro import settings, wait_for_step
+from tests.flows.micro import settings, wait_for_step, write_patient_loss
 from tests.waiting import until
 
 STEPS = 4000
@@ -45,6 +45,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
         "cluster.retries=0",
         "cluster.hang_seconds=null",  # the run is suspended while pages are looked at
         "checkpoint.every=40",
+        write_patient_loss(folder),
     )
     started = Command(
         "run", str(profile), *overrides, "--name", "live", cwd=folder, PREFECT_API_URL=f"{prefect_ui}/api"
@@ -90,8 +91,13 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
             )
         for process in training:
             os.kill(process.pid, signal.SIGKILL)
-        code, _, _ = started.result()
+        code, _, err = started.result()
         assert code == 1
+        assert "rank 0 was killed by SIGKILL" in err
+        assert "Traceback" not in err
+        assert "Traceback" in (folder / "store/logs/live.log").read_text()
+        assert "train failed" in (run / "events.jsonl").read_text()
+        assert started.left_behind() == []
     finally:
         for process in started.processes():
             with psutil.Process(process.pid).oneshot():
@@ -152,7 +158,7 @@ def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefe
     """For the first deployment of each flow and a few others, which differ only in their parameters."""
     every = listed(HOME, every=True)
     by_flow = {each["entrypoint"]: each for each in reversed(every)}  # the first of each
-    chosen = [*by_flow.values(), *(each for each in every[6::12] if each not in by_flow.values())]
+    chosen = [*by_flow.values(), *(each for each in every[6::60] if each not in by_flow.values())]
     register(f"{prefect_ui}/api", chosen, tmp_path)
     deployments = ask(f"{prefect_ui}/api/deployments/filter", {})
     assert len(deployments) == len(chosen)

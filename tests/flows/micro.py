@@ -57,6 +57,23 @@ LONGER = (
 )
 
 
+# Leaves the cores to others while a run is waited with.
+PATIENT = """
+import time
+from torch.nn.functional import cross_entropy
+
+def loss(logits, targets):
+    time.sleep(0.05)
+    return cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+"""
+
+
+def write_patient_loss(folder: Path) -> str:
+    """Write a module with a slow loss to a folder; returns the override that uses it."""
+    (folder / "patient.py").write_text(PATIENT)
+    return "train.loss=patient:loss"
+
+
 def write_profile(folder: Path) -> Path:
     """The profile `micro` and its text in a folder."""
     chance = random.Random(0)

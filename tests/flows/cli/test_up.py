@@ -24,19 +24,11 @@ from flows.server.prefect_settings import AUTOMATION, SETTINGS
 from flows.server.shared_server import SERVE, wait_healthy
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
-from tests.flows.micro import final_state, losses, wait_for_step, write_shadowing_modules
+from tests.flows.micro import final_state, losses, wait_for_step, write_patient_loss, write_shadowing_modules
 from tests.ports import free_port
 from tests.waiting import until
 
 ENDLESS = ("train.steps=1000000", "checkpoint.every=40", "evaluate.every=0")  # until it is stopped
-PATIENT = """
-import time
-from torch.nn.functional import cross_entropy
-
-def loss(logits, targets):
-    time.sleep(0.05)  # a run that is waited with should leave the cores to others
-    return cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-"""
 
 
 @pytest.fixture
@@ -212,8 +204,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     # The second Ctrl-C also kills processes that ignore signals: here a suspended rank.
     tiny = ("tiny", "flows.pretrain.pretrain")
     (deployment,) = (each for each in deployments if (each["name"], each["entrypoint"]) == tiny)
-    (tmp_path / "patient.py").write_text(PATIENT)
-    overrides = [*ENDLESS, "train.loss=patient:loss"]
+    overrides = [*ENDLESS, write_patient_loss(tmp_path)]
     parameters = {"profile": str(profile), "overrides": overrides, "name": "outlasting"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/outlasting", 50, timeout=300)
