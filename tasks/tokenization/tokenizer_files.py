@@ -12,6 +12,7 @@ import codecs
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 log = logging.getLogger(__name__)
+_importing = threading.Lock()
 
 # Each a JSON object.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "added_tokens.json")
@@ -91,16 +93,23 @@ def convert(source: str, raw: Path, folder: Path, *, load: bool = True) -> None:
         raise ProfileError("tokenizer.source", source, f"{path.name} cannot be read: {error}") from error
 
 
+def _auto_tokenizer() -> Any:
+    """AutoTokenizer, imported by one thread at a time: runs of a ladder export at the same time."""
+    with _importing:
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
 def check_loads(folder: Path) -> None:
     """Raise ValueError unless `AutoTokenizer` loads a folder's tokenizer, with the same special tokens.
 
     Raises OSError if its files cannot be read.
     """
-    from transformers import AutoTokenizer
-
+    auto = _auto_tokenizer()
     with state_files.local_copy(folder, (".json", ".jinja")) as copy:
         try:
-            found = AutoTokenizer.from_pretrained(copy, **LOCAL)
+            found = auto.from_pretrained(copy, **LOCAL)
         except Exception as error:
             if (
                 isinstance(error, OSError) and error.errno is not None
@@ -252,9 +261,7 @@ def _load_model(path: Path, settings: Mapping[str, dict[str, Any]]) -> tuple[Tok
     if (
         given.get("tokenizer_class", GPT2_CLASSES[0]) not in GPT2_CLASSES
     ):  # may split words otherwise than GPT-2
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path.parent, **LOCAL).backend_tokenizer, {}
+        return _auto_tokenizer().from_pretrained(path.parent, **LOCAL).backend_tokenizer, {}
     merges = _find_file(path.parent, "merges.txt")
     assert merges is not None  # `_model_file` found it
     return from_vocabulary(path, merges)
