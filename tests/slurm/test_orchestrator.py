@@ -13,7 +13,7 @@ import pytest
 
 from flows.server.shared_server import wait_healthy
 from tests.flows.cli.test_up import ask
-from tests.flows.micro import losses, settings, wait_for_step
+from tests.flows.micro import losses, settings, wait_for_step, write_patient_loss
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, ranks, register_deployment, worker
@@ -60,12 +60,14 @@ def server(prefect_database, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deployment(server, tmp_path_factory):
-    """A worker and the deployment `pretrain/tiny`, registered as by `trainshed up`; its id."""
-    register_deployment(server.api, "tiny", tmp_path_factory.mktemp("deployments"))
+    """A worker, the deployment `pretrain/tiny`, registered as by `trainshed up`, its id, and a slow loss."""
+    folder = tmp_path_factory.mktemp("deployments")
+    patient = write_patient_loss(folder)
+    register_deployment(server.api, "tiny", folder)
     every = ask(f"{server.api}/deployments/filter")
     (found,) = (each for each in every if each["entrypoint"] == "flows.pretrain.pretrain")
-    with worker(server.api, tmp_path_factory.mktemp("worker") / "worker.log") as started:
-        yield started, found["id"]
+    with worker(server.api, folder / "worker.log", PYTHONPATH=str(folder)) as started:
+        yield started, found["id"], patient
 
 
 @pytest.fixture
@@ -87,8 +89,8 @@ def state(server: Server, flow_run: str) -> str:
     return run["state_type"]
 
 
-def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deploy, server, cluster):
-    folder, flow_run = deploy(ENDLESS)
+def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deploy, deployment, server, cluster):
+    folder, flow_run = deploy(ENDLESS, deployment[2])
     ask(f"{server.api}/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     until(lambda: not cluster.jobs())
     done = max(losses(folder))
@@ -114,7 +116,8 @@ def test_command_reattaches_to_the_job_of_a_killed_worker_and_completes_despite_
     for process in [prefect_worker, *started]:
         process.kill()
     second = command(
-        "run", str(profile), "--name", "deployed", *settings(*RUN, *patient), PREFECT_API_URL=server.api
+        *("run", str(profile), "--name", "deployed", "--until", "train", *settings(*RUN, *patient)),
+        PREFECT_API_URL=server.api,
     )
     log = folder.parents[1] / "logs/deployed.log"
     until(lambda: log.exists() and "re-attached to it" in log.read_text())

@@ -114,7 +114,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert form["name"]["title"] != "name"  # beside Prefect's own "Run Name"
 
     address = f"{api}/deployments/{deployments['tiny']['id']}/create_flow_run"
-    run = ask(address, {"parameters": {"profile": str(profile), "name": "deployed"}})
+    run = ask(address, {"parameters": {"profile": str(profile), "name": "deployed", "until": "train"}})
 
     def state() -> dict:
         (now,) = ask(f"{api}/flow_runs/filter", only(run["id"]))
