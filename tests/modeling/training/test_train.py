@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from modeling.conversion.convert import Options, convert
 from modeling.supervision import time_account
 from modeling.training import train
 from profiles.files import exit_codes
@@ -240,7 +241,7 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
     output = tmp_path / "held_out.json"
     micro.run("training.evaluate", "--run-folder", undisturbed, "--dataset", dataset, "--output", output)
     held_out = json.loads(output.read_text())
-    micro.run("conversion.convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0)
+    convert(undisturbed, tmp_path / "export", Options("hf"))
 
     import torch
     from transformers import AutoModelForCausalLM
