@@ -22,6 +22,8 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +91,7 @@ class Guard:
 
 def make_app() -> ASGIApp:
     """Prefect's application, guarded, with the page LOGIN."""
+    from prefect.server.api import background_workers
     from prefect.server.api.server import create_app
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
@@ -99,6 +102,10 @@ def make_app() -> ASGIApp:
             LOGIN_PAGE, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
         )
 
+    # It looks for due tasks four times a second by default, which is a third of what an idle server computes.
+    seldom = dict.fromkeys(("scheduling_resolution", "minimum_check_interval"), timedelta(seconds=1))
+    names = vars(background_workers)
+    names["Worker"] = partial(names["Worker"], **seldom)
     app = create_app(final=True)
     app.router.routes.insert(0, Route(LOGIN, login))
     return Guard(app)
@@ -113,10 +120,11 @@ def stop_without_users(locks: ServerLocks, port: int) -> None:
     while time.monotonic() - answered < OUTAGE:
         time.sleep(CHECK_SECONDS)
         try:
-            with locks.locked():
-                if not locks.is_used(port):
-                    locks.close(port)
-                    break
+            if not locks.is_used(port):
+                with locks.locked():
+                    if not locks.is_used(port):
+                        locks.close(port)
+                        break
         except FileNotFoundError:  # the home was deleted, so that no command can find this server again
             break
         except Exception:
