@@ -1,7 +1,7 @@
-"""Parallelism: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
+"""Parallelism: mesh, devices, collectives, layers, attention, pipeline, ZeRO-1, FSDP, checkpoints.
 
-Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports nothing else of this
-project.
+Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. `device` has the figures of each
+accelerator. Imports nothing else of this project.
 
 The names below are imported on first use, so that profile validation can import `parallel.constraints` without torch.
 """

@@ -101,8 +101,8 @@ class Compile(Section):
     default_role = roles.GRAPHS
 
     enabled: bool | Literal["auto"] = AUTO
-    """compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it pays, as the
-    graphs step measures; elsewhere true"""
+    """compile graphs ahead of time; false: eager mode; auto: on a cpu with train.steps, only if training is long enough that it
+    pays, as the graphs step measures; elsewhere true"""
     backend: str | None = Field(default=None, min_length=1)
     """inductor or neuron; null: the device's default"""
     launcher: Annotated[Literal["local", "slurm"], roles.NONE] = "local"

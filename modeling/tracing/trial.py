@@ -1,4 +1,6 @@
-"""Measure whether compiling pays on this CPU: `python -m modeling.tracing.trial --run-folder RUN ...`
+"""Measure what compiling costs, and training takes, on this CPU; tasks/steps/graphs.py decides.
+
+    python -m modeling.tracing.trial --run-folder RUN ...
 
 Compiles one small graph, the activation between an MLP's products, and times the MLP's first product. Both are scaled to the run,
 to the graphs that it would compile and to all FLOPs of training, and are seconds of CPU: other processes do not matter.

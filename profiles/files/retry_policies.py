@@ -1,7 +1,9 @@
 """How long outages are survived: delays before retries of files, networks, schedulers and servers.
 
-All such delays are here, and `python -m profiles.files.retry_policies` prints the table of docs/operating/outages.md. The library
-`parallel` may not import this module: `parallel/checkpoint/locations.py` repeats CHECKPOINT_READ as READ_PAUSES. Change both.
+`python -m profiles.files.retry_policies` prints the table of docs/operating/outages.md. All such delays are here, but two rules
+are elsewhere: a run whose first saves all fail ends (FIRST_SAVES in modeling/training/recovery/checkpoints.py), and the copy of a
+run folder is uploaded again every minute (INTERVAL in tasks/store/sync.py). The library `parallel` may not import this module:
+`parallel/checkpoint/locations.py` repeats CHECKPOINT_READ as READ_PAUSES. Change both.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def every(delay: float, seconds: float) -> tuple[float, ...]:
 
 
 FILE = Policy(
-    "a file or object of the store, except errors that a retry cannot fix, such as a full disk",
+    "reading or writing a file or object of the store, except errors that a retry cannot fix, such as a full disk",
     (0.1, 0.5, 2.0),  # on an object store, after the client's own retries
     "the step is retried",
 )

@@ -1,7 +1,9 @@
 """Roles: what a change of a profile's key changes, so which steps it runs again.
 
 A section has a role, `default_role`; a field with another one has it in its annotation. `tasks/keys.py` takes from it what
-belongs to a run's identity, and `role_tables.py` the tables of docs/caching.md.
+belongs to a run's identity, and `role_tables.py` the tables of docs/caching.md. The keys of the tokenizer, the dataset and the
+checkpoint are computed in the `key` methods of tasks/steps and of tasks/tokenization/dataset_plan.py: roles state what these do,
+and a test compares them. Change both.
 """
 
 from __future__ import annotations

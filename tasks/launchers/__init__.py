@@ -1,7 +1,7 @@
 """Launchers: start jobs (Python modules, usually under torchrun) locally, on Slurm or on Kubernetes.
 
 Start with `base`: the `Launcher` protocol, the job types and `execute`. `local`, `slurm` and `kubernetes` implement the protocol,
-`plugins` finds them and those of other packages, `conformance` tests any of them. `batch` writes the Slurm batch script,
+`plugins` finds them and those of other packages, `conformance` tests any of them. `slurm_batch` writes the batch script,
 `manifests` those of Kubernetes, and `causes` finds the cause of a failure in a log. Imports `parallel` and `profiles`.
 """
 

@@ -17,7 +17,7 @@ RANK_PREFIX = "[rank ${rank}] "  # of each log line; torchrun fills in the rank
 RANK_LINE = re.compile(r"\[rank \d+\] ")
 STEP_LINE = re.compile(r"\[rank \d+\] step +\d+/\d+ ")
 ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)")
-# The batch script (batch.py) writes this line at each start: a requeued job continues in the same log.
+# The batch script (slurm_batch.sh.jinja) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
 # Exit codes with which a rank may also end because another one has ended.
 CONSEQUENCES = (1, exit_codes.INTERRUPTED, -signal.SIGABRT, -signal.SIGTERM)

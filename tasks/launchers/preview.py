@@ -9,7 +9,7 @@ import yaml
 from profiles.errors import ProfileError
 from profiles.rules.cluster import LAUNCHERS
 from profiles.sections.cluster import Cluster
-from tasks.launchers import batch, local, manifests
+from tasks.launchers import local, manifests, slurm_batch
 from tasks.launchers.base import Job
 
 
@@ -19,7 +19,7 @@ def preview(job: Job, cluster: Cluster) -> str:
     Raises ProfileError for a plugin's launcher.
     """
     if cluster.launcher == "slurm":
-        return batch.script(job, cluster, submission="preview")
+        return slurm_batch.script(job, cluster, submission="preview")
     if cluster.launcher == "kubernetes":
         name, attempt = manifests.resource_name(job), 1 if job.attempt_file else None
         documents = [manifests.service(name, job), manifests.manifest(name, job, cluster, 0, attempt)]

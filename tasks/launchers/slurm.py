@@ -1,7 +1,7 @@
 """Launcher for Slurm clusters, through sbatch, squeue, scontrol and scancel.
 
-A running job is found by its name, so any process can re-attach to it. Its batch script (batch.py) writes a record with the exit
-code as soon as its ranks have ended. The queue does not show it: Slurm forgets jobs within minutes, and lists them while an
+A running job is found by its name, so any process can re-attach to it. Its batch script (slurm_batch.py) writes a record with the
+exit code as soon as its ranks have ended. The queue does not show it: Slurm forgets jobs within minutes, and lists them while an
 epilog runs. So the queue is queried often only after a change. While the controller does not answer, a job counts as running.
 """
 
@@ -24,7 +24,7 @@ from profiles.errors import ProfileError
 from profiles.files import retry_policies, state_files
 from profiles.files.jsonl import size_of
 from profiles.schema import Cluster
-from tasks.launchers import batch, causes
+from tasks.launchers import causes, slurm_batch
 from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status, write_handle
 from tasks.launchers.environment import log_differences
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
@@ -99,9 +99,9 @@ class SlurmLauncher:
         _warn_of_export(os.environ.get("SBATCH_EXPORT", "ALL"))
         submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
-        path.write_text(batch.script(job, self._cluster, submission))
+        path.write_text(slurm_batch.script(job, self._cluster, submission))
         if job.attempt_file:
-            batch.create_attempt_file(job.attempt_file)
+            slurm_batch.create_attempt_file(job.attempt_file)
         log_start = size_of(job.log_file)
         handle = Handle(job, self._sbatch(job, submission), log_start)
         write_handle(handle)
@@ -214,7 +214,7 @@ class SlurmLauncher:
 
     def _active(self, job: Job) -> list[QueueEntry]:
         """Jobs of this name that have not ended, oldest first. Raises ControllerUnavailable."""
-        name = batch.job_name(job)
+        name = slurm_batch.job_name(job)
         return [entry for entry in _queue.require() if entry.name == name and not entry.ended]
 
     def _entry(self, handle: Handle, max_age: float | None = None) -> QueueEntry | None:
@@ -225,7 +225,7 @@ class SlurmLauncher:
         return found[0] if found else None
 
     def _record(self, job: Job, identifier: str, *, listed: bool = False) -> dict[str, Any] | None:
-        """The record of the job's end, if written (see batch.py); of an array, once all have one.
+        """The record of the job's end, if written (see slurm_batch.py); of an array, once all have one.
 
         Of an array's records, the one with the highest exit code, or one without.
 

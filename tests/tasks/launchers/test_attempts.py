@@ -7,7 +7,7 @@ import pytest
 
 from profiles import resolve
 from profiles.files import state_files
-from tasks.launchers import base, batch
+from tasks.launchers import base, slurm_batch
 
 
 def count_locally(path):
@@ -15,9 +15,9 @@ def count_locally(path):
 
 
 def count_in_batch_script(path):
-    batch.create_attempt_file(path)  # by the submission
+    slurm_batch.create_attempt_file(path)  # by the submission
     job = base.Job("train", "work", (), path.parent, attempt_file=path)
-    text = batch.script(job, resolve.load("tiny").cluster, "submission")
+    text = slurm_batch.script(job, resolve.load("tiny").cluster, "submission")
     script = text[text.index("attempt_file=") : text.index('echo "job ')] + 'echo "$attempt"'
     return int(
         subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()[-1]

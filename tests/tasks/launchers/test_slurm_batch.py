@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from profiles import resolve
-from tasks.launchers import Job, batch
+from tasks.launchers import Job, slurm_batch
 from tasks.launchers.conformance import wait
 
 SRUN = """
@@ -36,14 +36,14 @@ def start(tmp_path, monkeypatch):
     for name, body in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(batch, "REQUEUE_PAUSE", 0.05)
+    monkeypatch.setattr(slurm_batch, "REQUEUE_PAUSE", 0.05)
     started = []
 
     def call(succeeds_at: int) -> subprocess.Popen:
         job = Job("train", "work", (), tmp_path / "logs", processes=1, attempt_file=tmp_path / "attempt")
         job.folder.mkdir()
-        batch.create_attempt_file(job.attempt_file)
-        text = batch.script(job, resolve.load("tiny", ["cluster.launcher=slurm"]).cluster, "submission")
+        slurm_batch.create_attempt_file(job.attempt_file)
+        text = slurm_batch.script(job, resolve.load("tiny", ["cluster.launcher=slurm"]).cluster, "submission")
         environment = {
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -81,7 +81,7 @@ def test_requeue_is_retried_while_the_controller_does_not_answer(start, tmp_path
 
 
 def test_requeue_that_keeps_failing_ends_the_job_with_its_exit_code(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "REQUEUE_SECONDS", 4)  # bash counts full seconds
+    monkeypatch.setattr(slurm_batch, "REQUEUE_SECONDS", 4)  # bash counts full seconds
     script = start(succeeds_at=1000)
     script.send_signal(signal.SIGUSR1)
     assert script.wait(120) == 143

@@ -1,4 +1,6 @@
-"""Batch script of a Slurm job: one torchrun per node under srun; can be read and submitted by hand.
+"""Slurm's batch script of a job, from slurm_batch.sh.jinja: one torchrun per node under srun.
+
+It can be read and submitted by hand.
 
 The script handles everything itself, since no orchestrator need be alive while the job runs:
 
@@ -45,7 +47,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
 
     processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
     address = "$MASTER_ADDR:$((MASTER_PORT + 1))"
-    text = Path(__file__).with_name("batch.sh.jinja").read_text()
+    text = Path(__file__).with_name("slurm_batch.sh.jinja").read_text()
     shell = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     return shell.from_string(text).render(
         about=f"{' '.join(job.program.split())} on {counted(job.nodes, 'node')}, {processes} per node",
