@@ -1,6 +1,7 @@
 """Negative controls: the parity comparison detects deliberate faults."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,11 +82,13 @@ def send_a_token_twice(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     router = trainer.experts[0].router
     forward = router.forward
 
-    def routed(x: Tensor) -> Routed:
-        result = forward(x)
-        indices = result.indices.clone()
-        indices[0, 1] = indices[0, 0]
-        return result._replace(indices=indices)
+    def routed(x: Tensor, route: Callable[[Tensor], Tensor]) -> Routed:
+        def route_twice(indices: Tensor) -> Tensor:
+            indices = indices.clone()
+            indices[0, 1] = indices[0, 0]
+            return route(indices)
+
+        return forward(x, route_twice)
 
     if trainer.mesh.rank == 0:
         router.forward = routed
