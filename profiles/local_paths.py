@@ -7,6 +7,7 @@ A resolved profile has paths relative to the working folder, or absolute ones, s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from profiles.files import run_files
 from profiles.sections.objective import TEMPLATES
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # possible name of one on the hub, org/name
 RUN = "run:"  # prefix of a source that is a run's export: run:NAME
 SECTIONS = {"model", "tokenizer", "data", "init", "parallel", "train", "compile", "checkpoint", "cluster"}
 
@@ -60,7 +62,8 @@ def _is_resolved(values: Mapping[str, Any], file: Path) -> bool:
 def _is_path(value: str, name: str, folder: Path) -> bool:
     """Whether a key's value is a relative local path.
 
-    Other values are URLs, runs, repositories and names of templates.
+    Other values are URLs, runs, repositories and names of templates. The name of a repository is a path only if that is a folder
+    beside the profile; a folder of that name in the working folder is a copy of the repository, as it is for transformers.
     """
     if not value or value[0] in "/~" or "://" in value:
         return False
@@ -68,4 +71,6 @@ def _is_path(value: str, name: str, folder: Path) -> bool:
         return name != "template" or value not in TEMPLATES
     if value == "train" or value.startswith(RUN):
         return False
-    return value.startswith(".") or (folder / value).is_dir() or Path(value).is_dir()
+    if value.startswith(".") or (folder / value).is_dir():
+        return True
+    return Path(value).is_dir() and not REPOSITORY.fullmatch(value)

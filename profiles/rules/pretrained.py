@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from profiles.errors import ProfileError
 from profiles.files import state_files
-from profiles.local_paths import RUN, searched
+from profiles.local_paths import REPOSITORY, RUN, searched
 from profiles.schema import Profile
-
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_vocabulary(profile: Profile) -> None:

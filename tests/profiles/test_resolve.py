@@ -100,6 +100,7 @@ def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch):
         "configs/data/a.txt",
         "configs/tok/tokenizer.json",
         "mine/chat.jinja",
+        "org/name/config.json",  # a copy of the repository
         "shared/b.bin",
         "shared/b.idx",
     ):
