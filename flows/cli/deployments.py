@@ -81,10 +81,10 @@ def register(
     wanted = listed(home, every=options.all)
     folder = settings.get("env", {}).get("TRAINSHED_FOLDER", str(Path.cwd()))
     command = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
-    command += [] if options.evaluate is None else ["--evaluate", *options.evaluate]
+    evaluation = [] if options.evaluate is None else ["--evaluate", *options.evaluate]
     if _is_registered(api, home, wanted, folder):
-        return _run(command, home, log_file, settings)
-    if code := _deploy(command, home, wanted, log_file, settings):
+        return _run([*command, *evaluation], home, log_file, settings)
+    if code := _deploy(command, evaluation, home, wanted, log_file, settings):
         return code
     with contextlib.suppress(OSError, ValueError):
         _write_digest(api, _digest(home, api, wanted, folder))
@@ -101,25 +101,28 @@ def _is_registered(api: str, home: Path, wanted: Sequence[Mapping[str, Any]], fo
 
 def _deploy(
     registration: Sequence[str],
+    evaluation: Sequence[str],
     home: Path,
     wanted: Sequence[Mapping[str, Any]],
     log_file: Path,
     settings: ProcessOptions,
 ) -> int:
-    """Register these deployments with the rest; returns the exit code."""
+    """Register these deployments with the rest, and last what needs evaluate/evaluate; returns the exit code."""
     ours = [entry for entry in wanted if not entry.keys() & FOR_PREFECT]
+    others = [entry for entry in wanted if entry.keys() & FOR_PREFECT]
     file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
     write_file(file, home, ours)
-    if code := _run([*registration, "--deployments", str(file)], home, log_file, settings, len(ours)):
+    command = [*registration, *([] if others else evaluation), "--deployments", str(file)]
+    if code := _run(command, home, log_file, settings, len(ours)):
         return code
-    others = [entry for entry in wanted if entry.keys() & FOR_PREFECT]
     if not others:
         return DONE
     file = file.with_name("deployments-of-prefect.yaml")
     write_file(file, home, others)
-    return _run(
-        ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)], home, log_file, settings
-    )
+    command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    if (code := _run(command, home, log_file, settings)) or not evaluation:
+        return code
+    return _run([*registration, *evaluation], home, log_file, settings)
 
 
 def register_elsewhere(options: argparse.Namespace, home: Path) -> int:

@@ -62,8 +62,8 @@ def registrations(prefect_server, monkeypatch):
         query(f"{prefect_server}/deployments/{each['id']}", {}, "DELETE")
 
 
-def deploy(home: Path, api: str) -> int:
-    options = argparse.Namespace(alerts=None, all=False, evaluate=None)
+def deploy(home: Path, api: str, evaluate: list[str] | None = None) -> int:
+    options = argparse.Namespace(alerts=None, all=False, evaluate=evaluate)
     return deployments.register(options, home, api, home / "deploy.log", {})
 
 
@@ -157,7 +157,7 @@ def started(monkeypatch):
 
 
 def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch, started):
-    """A user's deployment that only Prefect understands is left to it."""
+    """A user's deployment that only Prefect understands is left to it, before what may need that deployment."""
 
     def time_out(*_):
         raise TimeoutError("timed out")
@@ -167,8 +167,9 @@ def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, m
     (only,) = described["deployments"]
     described["deployments"].append({**only, "name": "triggered", "triggers": [{"enabled": True}]})
     (home / "prefect.yaml").write_text(yaml.safe_dump(described))
-    assert deploy(home, "http://127.0.0.1:4200/api") == 0
-    (ours, _), (prefects, _) = started
+    assert deploy(home, "http://127.0.0.1:4200/api", ["endings"]) == 0
+    (ours, _), (prefects, _), (evaluation, _) = started
+    assert evaluation == ["flows.registration", "--evaluate", "endings"]
     assert ours[:2] == ["flows.registration", "--deployments"]
     assert prefects[:4] == ["prefect", "--no-prompt", "deploy", "--all"]
     for command, name in ((ours, "only"), (prefects, "triggered")):
