@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 class UsedArtifacts:
     """References of a run folder to the artifacts that its run uses, which garbage collection keeps.
 
-    Args:
+    Attributes:
         keeps_recorded: whether to add to the references of the folder instead of replacing those of the same kinds.
     """
 
     def __init__(self, keeps_recorded: bool) -> None:
-        self._keeps_recorded = keeps_recorded
+        self.keeps_recorded = keeps_recorded
         self._keys: dict[str, list[str]] = {}  # by kind
 
     def add(self, artifact: Artifact) -> None:
@@ -43,7 +43,7 @@ class UsedArtifacts:
         run = store.run_folder(context.run_folder.name)
         with store.lock(f"artifacts-{run.name}"):  # an evaluation may record its artifacts at the same time
             known = self._recorded(run.read(run_files.ARTIFACTS), context.run_folder / run_files.ARTIFACTS)
-            kept = known if self._keeps_recorded else {}
+            kept = known if self.keeps_recorded else {}
             used = self._keys.copy()  # steps in the background may add to it
             own = {kind: [*dict.fromkeys([*kept.get(kind, ()), *keys])] for kind, keys in used.items()}
             if known != known | own:
@@ -57,7 +57,7 @@ class UsedArtifacts:
         if data is None:
             return {}
         types = dict.fromkeys(state_files.parse(data) or (), list)
-        if self._keeps_recorded:
+        if self.keeps_recorded:
             return state_files.require_json(data, location, types)
         if (known := state_files.parse_json(data, location, types)) is None:
             log.warning("%s: written anew", location)

@@ -174,7 +174,8 @@ class Runner:
         return artifact
 
     def keep_used(self, folder: Path) -> None:
-        """Record the artifacts used so far in a run folder that is not open."""
+        """Add the artifacts used so far to those of a run folder that is not open."""
+        self._used.keeps_recorded = True  # the run that has the folder, if any, still uses its own
         self._used.write(replace(self.context, folder=folder))
 
     def record_use(self, artifact: Artifact) -> None:

@@ -81,6 +81,8 @@ def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path)
     assert prepared["how"] == {"plan": "done", "resolve": "done", "tokenizer": "done"}
     assert not (tmp_path / "fresh/runs/new/profile.yaml").exists()
     assert find_garbage(Store(str(tmp_path / "fresh")))[0] == []  # what was prepared is kept
+    pretrain(store, "tokenizer.vocabulary_size=290", until="tokenizer", replace=True)
+    assert find_garbage(Store(str(store)))[0] == []  # and what the run uses that is to be replaced
     trained = pretrain(store, until="train")
     assert [*trained["how"]][-1] == "train"
     assert trained["how"]["train"] == "cached"
