@@ -15,7 +15,7 @@ from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
-from prefect.events.actions import ActionTypes, RunDeployment, SendNotification
+from prefect.events.actions import ActionTypes, DoNothing, RunDeployment, SendNotification
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -31,6 +31,8 @@ EVALUATION = "Evaluate completed checkpoints"  # name of the automation
 def register_alerts(block: str | None = None) -> None:
     """Update the automations that exist; with a block, TYPE/NAME, create the others.
 
+    Those that an earlier version created without an action get the block's.
+
     Raises ProfileError if the server has no such block.
     """
     document = _block_document(block) if block else None
@@ -44,6 +46,8 @@ def register_alerts(block: str | None = None) -> None:
                 about = f"Notify when {about}"
                 Automation(name=name, description=about, trigger=trigger, actions=actions).create()
             continue
+        if actions and all(isinstance(each, DoNothing) for each in existing.actions):
+            existing.actions, existing.enabled = actions, True
         existing.trigger = trigger
         existing.update()
 

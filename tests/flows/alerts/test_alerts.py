@@ -6,9 +6,10 @@ from unittest.mock import Mock
 import pytest
 from prefect import flow
 from prefect.automations import Automation
+from prefect.events.actions import DoNothing
 
 from flows.alerts import events
-from flows.alerts.automations import register_alerts
+from flows.alerts.automations import register_alerts, trigger_for
 from flows.alerts.events import QUEUED_SECONDS, alerts, emit
 from flows.server.prefect_settings import ALERT_KINDS, ALERTS
 from modeling.supervision.time_account import record_attempt
@@ -24,11 +25,13 @@ from tasks.store.store import Store
 
 @pytest.fixture
 def automations(prefect_server, webhook):
-    """The alerts: none without a block."""
+    """The alerts: none without a block; one that an earlier version created without an action gets the block's."""
     register_alerts()
     for name in ALERTS:
         with pytest.raises(ValueError, match=name):
             Automation.read(name=name)
+    earlier = {"name": ALERTS[0], "trigger": trigger_for("failed"), "actions": [DoNothing()]}
+    Automation(**earlier, enabled=False).create()
     with pytest.raises(ProfileError, match="alerts = custom-webhook/none: the Prefect server has no such"):
         register_alerts("custom-webhook/none")
     register_alerts(webhook.block())
@@ -39,6 +42,7 @@ def automations(prefect_server, webhook):
     assert [Automation.read(name=name).enabled for name in ALERTS] == [False] + [True] * (len(ALERTS) - 1)
     off.enabled = True
     off.update()
+    assert not isinstance(off.actions[0], DoNothing)
     yield
     for name in ALERTS:
         Automation.read(name=name).delete()
