@@ -58,7 +58,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         low,
         high,
     )
-    for warning in document["warnings"]:
+    for warning in document.get("warnings", ()):  # absent in forecasts of earlier versions
         log.warning("warning: %s", warning)
     path = opened.work_dir / "ladders" / f"{described.name}.html"
     page = html.write(path, ladder_page.render(described, document))
