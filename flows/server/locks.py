@@ -60,7 +60,7 @@ class ServerLocks:
         return server["port"], users
 
     def is_alive(self, port: int) -> bool:
-        return _is_locked(self._file(port, "alive"))
+        return _is_locked(self._file(port, "alive"), fcntl.LOCK_SH)  # which another probe does not exclude
 
     def has_another(self, port: int) -> bool:
         """Whether a server of this home runs on another port."""
@@ -68,7 +68,17 @@ class ServerLocks:
         return server is not None and server["port"] != port and self.is_alive(server["port"])
 
     def is_used(self, port: int) -> bool:
-        return _is_locked(self._file(port, "users"))
+        """Whether the server has users; waits for the lock of the home."""
+        with self.locked():  # a probe holds the users' lock, too, and another would take it for a user
+            return _is_locked(self._file(port, "users"))
+
+    def close_unused(self, port: int) -> bool:
+        """Stop accepting users of the server, unless it has some; returns whether it had none."""
+        with self.locked():
+            if _is_locked(self._file(port, "users")):
+                return False
+            self.close(port)
+        return True
 
     def ends_with_users(self, port: int) -> bool:
         """Whether a server ends after its last user, or has ended; not that of `trainshed up`."""
@@ -93,11 +103,11 @@ class ServerLocks:
         return self.home / f"server-{port}.{kind}"
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds a lock on the file."""
+def _is_locked(path: Path, probe: int = fcntl.LOCK_EX) -> bool:
+    """Whether a process holds a lock on the file that excludes the mode `probe`."""
     try:
         with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, probe | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:

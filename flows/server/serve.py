@@ -15,6 +15,7 @@ The page LOGIN reads the password from the fragment of its address, which browse
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import time
 import traceback
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +93,6 @@ class Guard:
 
 def make_app() -> ASGIApp:
     """Prefect's application, guarded, with the page LOGIN."""
-    from prefect.server.api import background_workers
     from prefect.server.api.server import create_app
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
@@ -102,13 +103,25 @@ def make_app() -> ASGIApp:
             LOGIN_PAGE, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
         )
 
-    # It looks for due tasks four times a second by default, which is a third of what an idle server computes.
-    seldom = dict.fromkeys(("scheduling_resolution", "minimum_check_interval"), timedelta(seconds=1))
-    names = vars(background_workers)
-    names["Worker"] = partial(names["Worker"], **seldom)
+    _look_seldom_for_tasks()
     app = create_app(final=True)
     app.router.routes.insert(0, Route(LOGIN, login))
     return Guard(app)
+
+
+def _look_seldom_for_tasks() -> None:
+    """Let Prefect look for due background tasks once a second.
+
+    By default it looks four times a second, which is a third of what an idle server computes. Prefect does not document the
+    names that decide it: a version without them keeps its default.
+    """
+    seldom = dict.fromkeys(("scheduling_resolution", "minimum_check_interval"), timedelta(seconds=1))
+    with contextlib.suppress(ImportError, KeyError):
+        from prefect.server.api import background_workers
+
+        names = vars(background_workers)
+        if seldom.keys() <= signature(names["Worker"]).parameters.keys():
+            names["Worker"] = partial(names["Worker"], **seldom)
 
 
 def stop_without_users(locks: ServerLocks, port: int) -> None:
@@ -120,11 +133,8 @@ def stop_without_users(locks: ServerLocks, port: int) -> None:
     while time.monotonic() - answered < OUTAGE:
         time.sleep(CHECK_SECONDS)
         try:
-            if not locks.is_used(port):
-                with locks.locked():
-                    if not locks.is_used(port):
-                        locks.close(port)
-                        break
+            if locks.close_unused(port):
+                break
         except FileNotFoundError:  # the home was deleted, so that no command can find this server again
             break
         except Exception:

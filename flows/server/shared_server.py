@@ -99,9 +99,8 @@ class Server:
         self._users.close()
         deadline = time.monotonic() + STOP_TIMEOUT
         while self._locks.is_alive(self.port):
-            with self._locks.locked():
-                if self._locks.is_used(self.port) or not self._locks.ends_with_users(self.port):
-                    return
+            if self._locks.is_used(self.port) or not self._locks.ends_with_users(self.port):
+                return
             if time.monotonic() > deadline:
                 return
             time.sleep(0.05)

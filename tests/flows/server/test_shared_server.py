@@ -1,5 +1,6 @@
 """The Prefect server that the commands on one store share."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -8,8 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import HTTPServer, SimpleHTTPRequestHandler
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -17,7 +21,7 @@ import pytest
 from flows.cli.run import _where_to_watch
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import PASSWORD, access_settings, configure
-from flows.server.serve import CHECK_SECONDS
+from flows.server.serve import CHECK_SECONDS, _look_seldom_for_tasks
 from flows.server.shared_server import Server, shared_server
 from tests import faults
 from tests.flows.cli.test_up import allows_pages_of, ask
@@ -158,7 +162,18 @@ def test_server_of_up_remains_after_its_last_user(tmp_path, monkeypatch):
     assert ServerLocks(tmp_path).join() is None
 
 
-def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
+def test_server_of_a_prefect_without_the_names_of_its_worker_is_only_less_idle(monkeypatch):
+    api, workers = ModuleType("prefect.server.api"), ModuleType("background_workers")
+    monkeypatch.setitem(sys.modules, api.__name__, api)
+    _look_seldom_for_tasks()
+    api.background_workers = workers
+    _look_seldom_for_tasks()
+    workers.Worker = print
+    _look_seldom_for_tasks()
+    assert workers.Worker is print
+
+
+def test_home_is_locked_also_over_nfs_and_no_probe_is_taken_for_a_user(tmp_path, monkeypatch):
     faults.lock_as_nfs(monkeypatch)
     locks = ServerLocks(tmp_path)
     with locks.locked(), locks.record_server(4200, ends_with_users=True):
@@ -166,7 +181,14 @@ def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
     with users:
         assert port == 4200
         assert locks.is_used(port)
-    assert not locks.is_used(port)
+
+    def probe(_: int) -> list[bool]:
+        return [locks.is_used(port) or locks.is_alive(port) for _ in range(10)]
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (flock(*given), time.sleep(0.001)))
+    with ThreadPoolExecutor() as commands:  # at the same time
+        assert not any(chain.from_iterable(commands.map(probe, range(2))))
 
 
 def test_each_user_of_a_store_has_a_home_that_others_cannot_read(tmp_path, monkeypatch):
