@@ -24,10 +24,24 @@ TRAIN = "modeling.training.train"
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
 
 
+# Kills the rank that computes it.
+FATAL = """
+import os, signal
+
+def loss(logits, targets):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.fixture(scope="module")
-def undisturbed(pretrain, tmp_path_factory):
+def folder_of_undisturbed(tmp_path_factory):
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pretrain, folder_of_undisturbed):
     """Losses of a run without faults."""
-    return losses_of(pretrain(tmp_path_factory.mktemp("undisturbed") / "store", *LONGER))
+    return losses_of(pretrain(folder_of_undisturbed / "store", *LONGER))
 
 
 def losses_of(result: dict) -> dict[int, float]:
@@ -57,7 +71,7 @@ def ranks(folder) -> list[psutil.Process]:
 def test_flow_with_one_retry_completes_a_run_whose_ranks_are_killed_twice(
     pretrain, undisturbed, tmp_path, caplog
 ):
-    """A new checkpoint resets the count. A command without retries fails: see tests/browser."""
+    """A new checkpoint resets the count."""
     folder = tmp_path / "store/runs/micro"
 
     def kill_twice():
@@ -87,6 +101,25 @@ def test_flow_with_one_retry_completes_a_run_whose_ranks_are_killed_twice(
     ]
     report = (folder / "report.html").read_text()
     assert all(part in report for part in (*kinds, *map(html.escape, reasons), "3 attempts"))
+
+
+@pytest.mark.usefixtures("undisturbed")  # whose data it uses
+def test_command_without_retries_fails_in_one_line_with_its_traceback_in_the_log(
+    folder_of_undisturbed, profile, capsys, monkeypatch
+):
+    """As its rank is killed; that torchrun names it, and ends the others, is tested above and in test_local.py."""
+    monkeypatch.chdir(folder_of_undisturbed)
+    monkeypatch.syspath_prepend(folder_of_undisturbed)
+    monkeypatch.setenv("PYTHONPATH", str(folder_of_undisturbed), prepend=os.pathsep)
+    Path("fatal.py").write_text(FATAL)
+    overrides = settings("cluster.retries=0", "train.loss=fatal:loss")
+    with forked_jobs():
+        assert main(["run", str(profile), *overrides, "--name", "killed"]) == 1
+    err = capsys.readouterr().err
+    assert "trainshed: train: was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert "Traceback" in Path("store/logs/killed.log").read_text()
+    assert incidents(Path("store/runs/killed"))[0] == ["train failed"]
 
 
 def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, monkeypatch):
