@@ -197,9 +197,9 @@ def test_pins_can_be_installed_on_the_first_and_the_last_supported_python():
     pins = set(
         re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "constraints.txt").read_text().lower(), re.MULTILINE)
     )
-    installed = [found.metadata for found in distributions()]
     ranges = {
-        f"{each['Name']}=={each['Version']}".lower(): each["Requires-Python"] or "" for each in installed
+        f"{found.metadata['Name']}=={found.version}".lower(): found.metadata.get("Requires-Python") or ""
+        for found in distributions()
     }
     assert {"numpy", "pytest"} <= {pin.partition("==")[0] for pin in pins & {*ranges}}
     for python in ("3.11.0", "3.14.0"):

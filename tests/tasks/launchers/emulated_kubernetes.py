@@ -212,14 +212,14 @@ class Cluster:
 
     def _documents(self, kind: str) -> list[dict]:
         if kind == "pods":
-            return [pod.document() for pod in self.pods.values()]
+            return [pod.document() for pod in list(self.pods.values())]
         if kind == "jobs":
-            return [{**job, "status": self._status(name)} for name, job in self.jobs.items()]
+            return [{**job, "status": self._status(name)} for name, job in list(self.jobs.items())]
         return list(getattr(self, kind).values())
 
     def _status(self, name: str) -> dict:
         """Status of a Job: the first failed Pod fails it and ends the others."""
-        pods = [pod for pod in self.pods.values() if pod.job["metadata"]["name"] == name]
+        pods = [pod for pod in list(self.pods.values()) if pod.job["metadata"]["name"] == name]
         codes = [pod.observe() for pod in pods]
         if any(codes):
             for pod in pods:
@@ -240,7 +240,7 @@ class Cluster:
             if (job := self.jobs.get(name)) is None:
                 return  # deleted twice
             job["metadata"]["deletionTimestamp"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        for pod in [pod.name for pod in self.pods.values() if pod.job["metadata"]["name"] == name]:
+        for pod in [pod.name for pod in list(self.pods.values()) if pod.job["metadata"]["name"] == name]:
             self._remove_pod(pod, grace)
         for each in (self.jobs, self.services, self.secrets):
             each.pop(name, None)
