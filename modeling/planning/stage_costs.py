@@ -192,7 +192,8 @@ class StageCosts:
     def loss(self, stage: LanguageModel) -> tuple[int, int]:
         """Peak bytes, less those that graphs save, and FLOPs of a microbatch's losses on the last stage."""
         b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
-        targets, x = torch.empty(b, s, dtype=torch.int64, device=META), self._hidden_states()
+        x = self._hidden_states(1 + len(stage.ahead))
+        _, targets = following_like(torch.empty(b, s, dtype=torch.int64, device=META), len(stage.ahead))
         with Meter([*stage.parameters(), *stage.buffers(), targets, x], axis_sizes(self.mesh), None) as meter:
             if self.profile.scores_pairs_in_step:
                 with torch.no_grad():
@@ -201,7 +202,7 @@ class StageCosts:
             saved = 0 if self.profile.train.loss else meter.live
             y.backward(torch.empty_like(y))
         stage.zero_grad()
-        return meter.peak - saved, (1 + len(stage.ahead)) * sum(meter.products.values())
+        return meter.peak - saved, sum(meter.products.values())
 
     def _loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
         """The last stage's loss; cross-entropy of the full logits stands in for a user-defined one.
@@ -212,9 +213,10 @@ class StageCosts:
             return reduce(torch.add, stage.losses_ahead(x, targets))
         return F.cross_entropy(full_logits(**stage.logits_arguments(x)), targets.flatten(), reduction="sum")
 
-    def _hidden_states(self) -> Tensor:
+    def _hidden_states(self, parts: int = 1) -> Tensor:
+        """Empty hidden states of a microbatch; `parts`: of the model and of modules for multi-token prediction."""
         width, dtype = self.profile.model.hidden_size, DTYPES[self.profile.train.precision]
-        rows = self.hidden_bytes // (width * dtype.itemsize)
+        rows = parts * self.hidden_bytes // (width * dtype.itemsize)
         return torch.empty(rows, width, dtype=dtype, device=META, requires_grad=True)
 
 

@@ -199,13 +199,23 @@ def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_mo
 
 
 def test_plans_of_gpus_count_the_loss_that_runs(monkeypatch):
-    """Gradients of logits, not a float32 sum of the head's; all logits for a user-defined loss."""
+    """Gradients of logits, not a float32 sum of the head's; all logits for a user-defined loss.
+
+    With modules for multi-token prediction, one loss of the complete sequence after the other.
+    """
     profile = resolve.load("llama3-8b-h100")
 
     def last_layer(profile):
         costs = StageCosts(profile).layer(profile.model.num_hidden_layers - 1, "none")
         return max(costs.forward_peak, costs.backward_peak), costs.moved
 
+    def loss(modules):
+        profile = resolve.load("glm4.5-106b-a12b-h200", [f"model.num_nextn_predict_layers={modules}"])
+        costs, layers = StageCosts(profile), profile.model.num_hidden_layers
+        return costs.loss(costs.module(range(layers - 1, layers)))
+
+    (peak, flops), alone = loss(1), loss(0)
+    assert (peak, flops) == (pytest.approx(alone[0], rel=1e-3), 2 * alone[1])
     kept, full = last_layer(profile), last_layer(with_value(profile, "train.loss", "mine:loss"))
     monkeypatch.setattr(language_model, "choose_chunks", lambda *_: Chunks(2048, False))
     summed = last_layer(profile)
