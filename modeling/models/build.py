@@ -170,8 +170,12 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
 
 
 def repeats_choices(profile: Profile) -> bool:
-    """Whether training takes the choices of experts of the pass that counts them; not with dropout."""
-    return profile.train.balance == "global" and profile.parallel.expert > 1 and not profile.has_dropout
+    """Whether training takes the choices of experts of the pass that counts them.
+
+    Not with dropout, which changes them, nor with a capacity, with which no rank waits for the numbers of rows.
+    """
+    counted = profile.train.balance == "global" and profile.parallel.expert > 1
+    return counted and profile.train.capacity_factor is None and not profile.has_dropout
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:

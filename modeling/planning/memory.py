@@ -358,9 +358,12 @@ def choice_bytes(profile: Profile, stages: Iterable[Iterable[int]]) -> int:
     """Bytes of a step's choices of experts that training takes from the pass that counts them."""
     if not repeats_choices(profile):
         return 0
-    layers = sum(profile.model.has_experts(layer) for stage in stages for layer in stage)
+    model, held = profile.model, {layer for stage in stages for layer in stage}
+    if model.num_hidden_layers - 1 in held:
+        held.update(model.prediction_layers)
     tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
-    return 2 * layers * profile.accumulation_steps * tokens * (profile.model.num_experts_per_tok or 0)
+    choices = profile.accumulation_steps * tokens * (model.num_experts_per_tok or 0)
+    return 2 * sum(map(model.has_experts, held)) * choices
 
 
 def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:

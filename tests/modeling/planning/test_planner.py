@@ -195,6 +195,11 @@ def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_mo
     shared = with_value(with_value(profile, "train.balance", "global"), "parallel.expert", 4)
     choices = profile.accumulation_steps * profile.micro_batch_rows * profile.train.sequence_length * 8
     assert choice_bytes(shared, [range(3), range(24, 26)]) == 5 * 2 * choices  # of 16 bits
+    assert choice_bytes(with_value(shared, "train.capacity_factor", 1.25), [range(3)]) == 0
+    ahead = resolve.load("glm4.5-106b-a12b-h200", ["train.balance=global"])  # predicts two tokens
+    last = ahead.model.num_hidden_layers - 1
+    earlier, later = (choice_bytes(ahead, [range(first, first + 1)]) for first in (last - 1, last))
+    assert later == 2 * earlier > 0
     assert counted.mfu * counted.step_seconds == pytest.approx(alone.mfu * alone.step_seconds)
 
 
