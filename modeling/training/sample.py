@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, help="profile of the job (default: the run's)")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights, for LoRA")
     options = parser.parse_args(arguments)
-    eos = json.loads(state_files.contents(options.dataset / "corpus.json"))["eos"]
     try:
         with start_job(options) as trainer:
+            eos = json.loads(state_files.contents(options.dataset / "corpus.json"))["eos"]
             load_checkpoint(trainer, options)
             rows = sample_rows(trainer, options.first, options.count, eos or 0)
             if trainer.leader:
