@@ -4,20 +4,22 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from modeling.data.prefetch import Batch
+from modeling.training.trainer import Trainer
 from parallel import Axis, Mesh, ShardedAdamW, collectives, initialize
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.device import Download
-from parallel.experts import grouped, lora
+from parallel.experts import dropless, exchange, grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, losses, record
 from parallel.experts.dropless import routed_experts
 from parallel.experts.exchange import Exchange
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts, counting_choices
-from parallel.experts.pending import Pending, dropped_on_failure
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
 from parallel.layers.lora import without_updates
+from tests.parity.harness import Case, batch
 from tests.pool import mesh
 
 T, H, F, E, K = 12, 8, 8, 5, 2
@@ -377,16 +379,35 @@ def test_expert_degree_that_does_not_divide_the_experts_is_rejected():
         make_layer(Mesh(data=3, expert=3), Balance())
 
 
-def test_failed_step_drops_exchanges_under_way():
-    """No operator takes the rest of them, and their rows would stay in memory."""
-    pending: Pending[torch.Tensor] = Pending()
-    stands = torch.ones(1)
+def entries_left_by_failures() -> list[tuple[int, int]]:
+    """What is under way when a step's backward, and then an evaluation, fails beside an exchange; what remains of it."""
+    pending = dropless._outputs, dropless._sent, dropless.counted, exchange._copies
+    trainer = Trainer(Case("deepseek_v3", data=2, expert=2, balance="global").profile())
+    found: list[int] = []
 
-    @dropped_on_failure()
-    def step():
-        pending.put(stands, torch.ones(2))
+    def fail(*_: object) -> None:
+        found.append(sum(len(each._entries) for each in pending))
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        step()
-    assert pending.take(stands) is None
+    try:
+        initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, seed=1)
+        shared, samples = trainer.stages[0].layers["2"].shared, Batch(batch(0).chunk(2)[trainer.mesh.rank])
+        for register, call, factor in (
+            (shared.register_full_backward_pre_hook, trainer.forward_backward, 1.0),
+            (shared.register_forward_hook, trainer.evaluate, 4),
+        ):
+            hook = register(fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                call(samples, factor)
+            hook.remove()
+            found.append(sum(len(each._entries) for each in pending))
+        return [*zip(found[::2], found[1::2], strict=True)]
+    finally:
+        trainer.mesh.close()
+
+
+def test_failed_step_or_evaluation_drops_exchanges_under_way(pool):
+    """No operator takes the rest of them, and their rows would stay in memory."""
+    for found in pool.run(entries_left_by_failures, 2):
+        # In backward: gradients, and the choices of two layers for the second microbatch. In evaluation: outputs.
+        assert found == [(3, 0), (1, 0)]
