@@ -44,7 +44,7 @@ TWO_RANKS = {
 DEEP = ("model.num_hidden_layers=4",)
 MUON = ("train.optimizer=muon", CLIP)
 EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2", *MUON)
-BF16 = ("train.precision=bf16", MUON[0])
+BF16 = ("train.precision=bf16", *MUON)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false", *MUON)
 ADAPTERS = (*SFT, "lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
@@ -326,6 +326,7 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
     assert {site.split()[0] for site in used[usage.EAGER]} <= SETUP | {
         "modeling/models/families/gpt.py:Attention.__init__",
         "modeling/models/families/gpt.py:MLP.__init__",
+        "parallel/attention/maxima.py:ScoreMaxima.__init__",
         "parallel/initialization.py:Constant.fill",
         "parallel/initialization.py:initialize",
         "parallel/optimizer/buckets.py:Bucket._allocate_states",
