@@ -4,8 +4,9 @@
 
 Traces each profile twice, for the device and in a process that rejects any use of it. By default, as few shipped profiles as have
 every feature of all of them, but those of GPUs: every family, parallel axis and setting of graphs; --all takes all of these.
-Layers are as wide as in the profile, but few, and so are ranks: --full keeps both. Rows that FILE has are not repeated. Exit code
-1 if a digest differs.
+Layers are as wide as in the profile, but few, and so are ranks: --full keeps both. Profiles of which FILE has a row without
+difference are not traced again, if sources, torch and the settings traced are the same: an interrupted comparison resumes. Exit
+code 1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +31,7 @@ from profiles.recompute import modes_of
 from profiles.resolve import load, names
 from profiles.schema import Profile, Train
 from profiles.sections.roles import keys_of
+from tasks.keys import code_digest
 from tests.emulation import usage
 from tests.emulation.compiler import register_compiler
 from tests.emulation.device import install
@@ -129,24 +132,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("profile", nargs="*", help="a shipped profile, or the path of a YAML file")
     parser.add_argument("--all", action="store_true", help="all shipped profiles but those of GPUs")
     parser.add_argument("--full", action="store_true", help="keep the number of layers and ranks")
-    parser.add_argument("--out", type=Path, help="file for the rows, whose profiles are not traced again")
+    parser.add_argument("--out", type=Path, help="file for the rows, from which a comparison resumes")
     options = parser.parse_args(arguments)
     shipped = [name for name in names() if load(name).cluster.device != "cuda"]
     chosen = options.profile or (shipped if options.all else cover(shipped))
     print(f"{len(chosen)} of {len(shipped)} profiles", flush=True)
     out = Results(options.out) if options.out else None
-    rows = {row["row"]: row for row in read(options.out)} if options.out else {}
+    latest_first = read(options.out)[::-1] if options.out else []
+    sources = code_digest("modeling", "parallel", "profiles", "tests.emulation")
+    rows: dict[str, dict[str, Any]] = {}
     install()
     register_compiler()
     for name in chosen:
-        if name in rows:
+        profile = load(name, [NEURON]) if options.full else small(name)
+        settings = sha256(profile.model_dump_json().encode()).hexdigest()
+        traced = {"row": name, "torch": torch.__version__, "sources": sources, "settings": settings}
+        found = next((row for row in latest_first if traced.items() <= row.items()), None)
+        if found and not found["differ"]:
+            rows[name] = found
             continue
         begun = time.process_time()
-        count, differing = differences(load(name, [NEURON]) if options.full else small(name))
+        count, differing = differences(profile)
         seconds = time.process_time() - begun
         print(f"{name}: {count} programs, {len(differing)} differ, {seconds:.0f} s of CPU", flush=True)
         print("".join(f"  {line}\n" for line in differing), end="", flush=True)
-        rows[name] = {"row": name, "programs": count, "differ": len(differing)}
+        rows[name] = {**traced, "programs": count, "differ": len(differing)}
         if out:
             out.append(rows[name])
     total, differ = (sum(rows[name][key] for name in chosen) for key in ("programs", "differ"))
