@@ -1,7 +1,8 @@
 """Forecast of a target run from a ladder's finished rungs, with a backtest, as one JSON document.
 
-The bootstrap of fit.py covers the noise of the rungs, but assumes that the law is correct. The error of the law is estimated by a
-backtest: its relative error per factor of e in compute is the standard deviation that widens the intervals.
+The loss is that of the fitted law (law.py, fit.py). Its bootstrap covers the noise of the rungs, but assumes that the law is
+correct. The error of the law is estimated by a backtest: its relative error per factor of e in compute is the standard deviation
+that widens the intervals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Pipeline schedules: order of passes, idle time and activation memory of each; layers of each stage.
+"""Pipeline schedules: order of passes of 1f1b, idle time and activation memory of each; stages' layers.
+
+The passes of interleaved and zero_bubble schedules are ordered by torch (pipeline.py).
 
 With P ranks of k stages each and m microbatches of forward time F and backward time B = I + W per rank (I for the gradient of
 the input, W for those of the weights), a rank idles for at most, and holds the activations of at most

@@ -1,4 +1,7 @@
-"""Rules for `parallel`: degrees, pipeline, sharding, and the batches and sequences that ranks divide."""
+"""Rules for `parallel`: degrees, pipeline, sharding, and the batches and sequences that ranks divide.
+
+Those of experts, such as a capacity with context parallelism, are in experts.py, those of FP8 in hyperparameters.py.
+"""
 
 from __future__ import annotations
 

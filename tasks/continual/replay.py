@@ -1,4 +1,7 @@
-"""Replay in a round's dataset: the promoted model's history by the ledger, and what a round draws."""
+"""Replay in a round's dataset: the promoted model's history by the ledger, and what a round draws.
+
+The share of replay is an argument: flows/continual.py chooses each attempt's, from `continual.replay` on.
+"""
 
 from __future__ import annotations
 

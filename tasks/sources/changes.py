@@ -1,6 +1,7 @@
 """Detects source files changed after hashing: a shard's key covers the contents at listing time.
 
-A file with the listed size, modification time and inode (a remote file: size and ETag, or modification time) counts as unchanged.
+A file with the listed size, modification time and inode (a remote file: size and ETag, or modification time) counts as unchanged;
+shard.py lists them.
 One that differs, such as a copy restored from a backup, is hashed again before it is used.
 """
 

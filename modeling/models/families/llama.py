@@ -6,7 +6,8 @@
 
 with RMSNorm, rotary positions, grouped-query attention and mlp(x) = down(silu(gate(x)) · up(x)). `Family`
 (profiles/sections/families.py) lists in what another family differs: kind and position of its norms, norms of queries and keys,
-biases, which layers and elements of a head are rotated, windows, multipliers, and an MLP without gate, down(act(up(x))).
+biases, which layers and elements of a head are rotated, windows, multipliers, and an MLP without gate, down(act(up(x))). WEIGHTS
+and MODULES are the weights' names in Hugging Face files.
 
 Shapes: b batch, s sequence, h hidden, f MLP width, n query heads, k KV heads, d head size, v vocabulary, t tensor
 degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism.
