@@ -107,7 +107,7 @@ def _deploy(
     log_file: Path,
     settings: ProcessOptions,
 ) -> int:
-    """Register these deployments with the rest, and last what needs evaluate/evaluate; returns the exit code."""
+    """Register these deployments and the rest, last what needs evaluate/evaluate; returns the exit code."""
     ours = [entry for entry in wanted if not entry.keys() & FOR_PREFECT]
     others = [entry for entry in wanted if entry.keys() & FOR_PREFECT]
     file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents

@@ -214,7 +214,7 @@ class StageCosts:
         return F.cross_entropy(full_logits(**stage.logits_arguments(x)), targets.flatten(), reduction="sum")
 
     def _hidden_states(self, parts: int = 1) -> Tensor:
-        """Empty hidden states of a microbatch; `parts`: of the model and of modules for multi-token prediction."""
+        """Empty hidden states of a microbatch; `parts`: of the model and modules for multi-token prediction."""
         width, dtype = self.profile.model.hidden_size, DTYPES[self.profile.train.precision]
         rows = parts * self.hidden_bytes // (width * dtype.itemsize)
         return torch.empty(rows, width, dtype=dtype, device=META, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: order of passes of 1f1b, idle time and activation memory of each; stages' layers.
+"""Pipeline schedules: passes of 1f1b, idle time and activation memory of each; layers of each stage.
 
 The passes of interleaved and zero_bubble schedules are ordered by torch (pipeline.py).
 

@@ -1,4 +1,4 @@
-"""Garbage of a store: artifacts that no run refers to, replaced runs, abandoned and quarantined folders.
+"""Garbage of a store: artifacts no run refers to, replaced runs, abandoned and quarantined folders.
 
 A run refers to the artifacts that its steps used, in `artifacts.json`, and through their manifests to what those require. The
 intermediate artifacts of an interrupted step are not referred to yet, so they are kept while a run lacks that step's artifact.

@@ -107,7 +107,7 @@ def test_flow_with_one_retry_completes_a_run_whose_ranks_are_killed_twice(
 def test_command_without_retries_fails_in_one_line_with_its_traceback_in_the_log(
     folder_of_undisturbed, profile, capsys, monkeypatch
 ):
-    """As its rank is killed; that torchrun names it, and ends the others, is tested above and in test_local.py."""
+    """As its rank is killed; torchrun naming it and ending others is tested above and in test_local.py."""
     monkeypatch.chdir(folder_of_undisturbed)
     monkeypatch.syspath_prepend(folder_of_undisturbed)
     monkeypatch.setenv("PYTHONPATH", str(folder_of_undisturbed), prepend=os.pathsep)

@@ -25,7 +25,7 @@ from tasks.store.store import Store
 
 @pytest.fixture
 def automations(prefect_server, webhook):
-    """The alerts: none without a block; one that an earlier version created without an action gets the block's."""
+    """None without a block; one that an earlier version created without an action gets the block's."""
     register_alerts()
     for name in ALERTS:
         with pytest.raises(ValueError, match=name):

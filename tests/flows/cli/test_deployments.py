@@ -157,7 +157,7 @@ def started(monkeypatch):
 
 
 def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch, started):
-    """A user's deployment that only Prefect understands is left to it, before what may need that deployment."""
+    """A user's deployment that only Prefect understands is left to it, before what may need it."""
 
     def time_out(*_):
         raise TimeoutError("timed out")

@@ -380,7 +380,7 @@ def test_expert_degree_that_does_not_divide_the_experts_is_rejected():
 
 
 def entries_left_by_failures() -> list[tuple[int, int]]:
-    """What is under way when a step's backward, and then an evaluation, fails beside an exchange; what remains of it."""
+    """What is under way when a step's backward, then an evaluation, fails in an exchange; what remains."""
     pending = dropless._outputs, dropless._sent, dropless.counted, exchange._copies
     trainer = Trainer(Case("deepseek_v3", data=2, expert=2, balance="global").profile())
     found: list[int] = []
