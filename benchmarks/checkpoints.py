@@ -62,9 +62,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="benchmarks-checkpoints-") as name:
         folder = Path(name)
         saver = Saver(optimizer, asynchronous=True)
-        saver.begin(
-            folder / "step_0", {}
-        )  # plans the files and allocates buffers, as a run's first save does
+        # Plans the files and allocates buffers, as a run's first save does.
+        saver.begin(folder / "step_0", {})
         saver.finish()
         saves: dict[str, Callable[[Path], object]] = {
             "synchronous": lambda path: checkpoint.save(path, optimizer, {}),

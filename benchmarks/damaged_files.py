@@ -68,13 +68,8 @@ RUN = "micro"
 KEY = re.compile("[0-9a-f]{8,}")  # in names of files, which differ between stores
 TIMEOUT = 60.0  # seconds of a command
 LOCK_EXPIRY = 3.0  # seconds; a corrupted ticket of a lock is waited for during half of it
-NAMED = (
-    ProfileError,
-    CorruptedState,
-    FatalError,
-    OSError,
-    *SOURCE_ERRORS,
-)  # errors whose messages name their subject
+# Errors whose messages name their subject.
+NAMED = (ProfileError, CorruptedState, FatalError, OSError, *SOURCE_ERRORS)
 # Imported once, before the processes that need them are forked.
 PRELOADED = (
     *("flows.pretrain", "flows.evaluate", "flows.export", "flows.start_checks", "tasks.completed"),

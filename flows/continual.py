@@ -165,9 +165,8 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         show_series(store, profile.name)
         message = f"{message}\n\n{verdict.text}"
         alert = keys.digest([identity, message])
-        if verdict.promotes or alert != series.last_alert(
-            store, name
-        ):  # an earlier flow run judged this model
+        # Otherwise an earlier flow run judged this model.
+        if verdict.promotes or alert != series.last_alert(store, name):
             emit("promoted" if verdict.promotes else "not-promoted", name, message)
         if not verdict.promotes:
             series.record_not_promoted(store, name, alert)

@@ -38,9 +38,8 @@ from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
 
-RESOLVE_RETRIES = len(
-    STEP.delays
-)  # an attempt itself retries for four minutes, and waits out the hub's rate limits
+# An attempt itself retries for four minutes, and waits out the hub's rate limits.
+RESOLVE_RETRIES = len(STEP.delays)
 
 
 def flow_context(profile: Profile, store: Store, folder: Path | None = None) -> Context:
@@ -58,9 +57,8 @@ def admitted(
     """
     store = open_store(command.store, profile.cluster.work_dir or "store")
     if not replace and activities.holder(store, "run", profile.name) is not None:
-        admit(
-            store, profile, command, replace=False
-        )  # rather than wait for a run that this one cannot continue
+        # Rather than wait for a run that this one cannot continue.
+        admit(store, profile, command, replace=False)
     with activities.begin(store, "run", profile.name) as lock:
         run, parent = admit(store, profile, command, replace=replace)
         with Runner(flow_context(run, store), lock, until) as runner:

@@ -1,11 +1,5 @@
 """Names of the steps of a run, in their order; `graphs` and `checkpoint` run in the background."""
 
-PREPARATION = (
-    "plan",
-    "graphs",
-    "resolve",
-    "tokenizer",
-    "checkpoint",
-    "dataset",
-)  # before there is a run folder
+# Before there is a run folder.
+PREPARATION = ("plan", "graphs", "resolve", "tokenizer", "checkpoint", "dataset")
 STEPS = (*PREPARATION, "reference", "train", "evaluate", "export")

@@ -35,10 +35,8 @@ from tasks.store.store import Store
 
 # Keys of `train` that fit a cluster: the promoted model is evaluated with those of the round.
 PER_CLUSTER = {*keys.NOT_MATHEMATICS, "global_batch_size"}
-SCORES = (
-    "acc",
-    "exact_match",
-)  # metrics of a task that gates are on, the first that it has; else its first one
+# Metrics of a task that gates are on, the first that it has; else its first one.
+SCORES = ("acc", "exact_match")
 log = logging.getLogger(__name__)
 
 

@@ -31,10 +31,8 @@ from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 VOCABULARY = 32_000
 EVERY = 4  # for byte-level BPE, the slower sides read every fourth document
 UNKNOWN = "<unk>"
-GOALS = {
-    "ours, gigatoken": (5.0, 8.0),
-    "ours, tokenizers": (0.9, 1.5),
-}  # over tokenizers in memory, datasets.map
+# Over tokenizers in memory, datasets.map.
+GOALS = {"ours, gigatoken": (5.0, 8.0), "ours, tokenizers": (0.9, 1.5)}
 
 
 def main() -> None:

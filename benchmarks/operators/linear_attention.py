@@ -38,9 +38,8 @@ def main() -> None:
         seconds = alternate_timed(
             {kind: make_step(network, kind, length) for kind in kinds}, options.rounds + 1
         )
-        costs = {
-            kind: statistics.median(times[1:]) / length * 1e6 for kind, times in seconds.items()
-        }  # the first warms up
+        # The first warms up.
+        costs = {kind: statistics.median(times[1:]) / length * 1e6 for kind, times in seconds.items()}
         results.add(f"{length} tokens", **costs)
         rows.append((length, *(f"{costs[kind]:.1f}" if kind in costs else "" for kind in LAYERS)))
     print_table("forward and backward of a layer, µs per token", ("tokens", *LAYERS), rows)

@@ -35,9 +35,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument(
-        "--variant", choices=VARIANTS, help=argparse.SUPPRESS
-    )  # set for the measured processes
+    # Set for the measured processes.
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
         measure(options)

@@ -65,9 +65,8 @@ def _use_utf8() -> None:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     start.replace_unencodable()
-    os.environ.pop(
-        "PYTHONIOENCODING", None
-    )  # child processes write to files and pipes, which are read as UTF-8
+    # Child processes write to files and pipes, which are read as UTF-8.
+    os.environ.pop("PYTHONIOENCODING", None)
 
 
 def parser() -> argparse.ArgumentParser:

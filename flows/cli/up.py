@@ -192,9 +192,9 @@ class _Services:
                     often = f"exited {len(exits)} times within {RESTART_SECONDS / 60:.0f} minutes"
                     return f"the Prefect server {often}, with code {code}; log: {self.logs / 'server.log'}"
                 self.server = self._launch_server()
-                what = (
-                    "started again" if self.server else f"it starts again once port {self.port} is free"
-                )  # taken by a run that uses the server and was first, or by any other process
+                # Taken by a run that uses the server and was first, or by any other process.
+                later = f"it starts again once port {self.port} is free"
+                what = "started again" if self.server else later
                 print_stderr(f"the Prefect server exited with code {code}; {what}")
             elif self.server is None and SERVER in self.missing:
                 self.server = self._launch_server()

@@ -37,17 +37,8 @@ ALERTS = [f"Trainshed alert: {kind}" for kind in ALERT_KINDS]  # names of automa
 EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
 RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
 AUTOMATION = "Runs without a heartbeat have crashed"
-FLOWS = (
-    "pretrain",
-    "finetune",
-    "continual",
-    "evaluate",
-    "ladder",
-    "mixture",
-    "share",
-    "branches",
-    "export",
-)  # whose failures are alerts
+# Whose failures are alerts.
+FLOWS = ("pretrain", "finetune", "continual", "evaluate", "ladder", "mixture", "share", "branches", "export")
 STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30

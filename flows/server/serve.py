@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 SHARED, UP = "shared", "up"
 HOSTS = ("127.0.0.1", "localhost")
 CHECK_SECONDS = SERVER_HOME.delay(0)  # between checks for users
-OUTAGE = (
-    SERVER_HOME.seconds
-)  # seconds without a successful check, such as of a file system that does not answer
+# Seconds without a successful check, such as of a file system that does not answer.
+OUTAGE = SERVER_HOME.seconds
 STOP_TIMEOUT = 5.0  # seconds until the process ends without the server's consent
 # `prefect-password` is the key of Prefect's UI, which sends its value as it is.
 LOGIN_PAGE = """<!doctype html><meta charset="utf-8"><title>Prefect</title><p id="text">Signing in …</p><script>

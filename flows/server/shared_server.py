@@ -37,9 +37,8 @@ def shared_server(home: Path, log_file: Path) -> Iterator[Server]:
 
     def watch() -> None:
         while not ended.wait(WATCH_SECONDS):
-            with contextlib.suppress(
-                OSError
-            ):  # such as of a file system that does not answer, or of a taken port
+            # Such as of a file system that does not answer, or of a taken port.
+            with contextlib.suppress(OSError):
                 server.keep_running()
 
     thread = threading.Thread(target=watch, daemon=True, name="prefect-server")

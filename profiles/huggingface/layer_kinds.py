@@ -55,9 +55,8 @@ def read(config: Mapping[str, Any], architecture: str, family: Family) -> dict[s
         values |= _windows_after(config, architecture)
     elif "sliding_window" in family.fields:
         values |= _equal_windows(config, architecture)
-    if (
-        family.linear_attention == "separate"
-    ):  # RoPE in all layers with full attention, or, with a base of null, in none
+    # RoPE in all layers with full attention, or, with a base of null, in none.
+    if family.linear_attention == "separate":
         given = config.get("rope_parameters") or config
         values["no_rope_layer_interval"] = 1 if given.get("rope_theta", 0) is None else None
         if values["no_rope_layer_interval"]:

@@ -22,10 +22,8 @@ KEPT = "the adapter is saved separately, and exported both as an adapter and mer
 def kind(found: Translation) -> str:
     """The objective's kind: sft, dpo or orpo if the config names a strategy, else pretrain."""
     section = strategy(found)
-    for named in (
-        found.has_section,
-        found.theirs.__contains__,
-    ):  # an empty strategy counts if it is the only one
+    # An empty strategy counts if it is the only one.
+    for named in (found.has_section, found.theirs.__contains__):
         for name in KINDS:
             if named(f"{section}.{name}"):
                 return name

@@ -20,9 +20,8 @@ from tasks.sources.shard import SourceError
 FILE = Path(__file__).parent / "text/python-docs.jsonl.gz"
 # The file's sha256, so that nobody trains on another text without noticing.
 DIGEST = "fe6bd7dc370a31b39f2c5bb9a8c0c62d9577248e74398a4146727611c18d4503"
-Texts = list[
-    tuple[str, str]
-]  # names of classes and functions, empty for a module or a topic, and what is said of them
+# Names of classes and functions, empty for a module or a topic, and what is said of them.
+Texts = list[tuple[str, str]]
 
 
 def documents() -> Iterator[str]:

@@ -36,9 +36,8 @@ def open_filesystem(location: str, *, refresh: bool = True, **options: Any) -> t
     """
     if location.startswith("hf://"):
         hub.set_timeout()
-        if not AT_COMMIT.search(
-            location
-        ):  # each thread has its own cached listings, which a new client has not
+        # Each thread has its own cached listings, which a new client has not.
+        if not AT_COMMIT.search(location):
             options["skip_instance_cache"] = True
     filesystem, path = locations.open_filesystem(location, **options)
     if refresh and not AT_COMMIT.search(location):

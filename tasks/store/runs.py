@@ -29,11 +29,8 @@ from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
-INPUT_KEYS = {
-    "identity": str,
-    "tokenizer": str | None,
-    "dataset": str | None,
-}  # of inputs.json, with their types
+# Of inputs.json, with their types.
+INPUT_KEYS = {"identity": str, "tokenizer": str | None, "dataset": str | None}
 RESUME = {"resume", "weights"}  # keys of `checkpoint` that request what to resume from
 
 

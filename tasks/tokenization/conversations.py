@@ -13,11 +13,8 @@ from typing import Any
 
 from tasks.tokenization.chat_templates import RESERVED, Message
 
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "observation": "tool",
-}  # of ShareGPT, with those of chat templates
+# Of ShareGPT, with those of chat templates.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 COVERED = ("weight", "train")  # fields of a message that say whether the loss covers it
 CONTEXT = ("system", "history")  # fields of a record that come before its prompt
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # fields of a record for the chat template

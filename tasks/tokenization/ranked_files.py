@@ -92,9 +92,8 @@ def from_tiktoken(
     if has_special:
         return tokenizer, {}
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    bos = [
-        (BOS, tokenizer.token_to_id(BOS))
-    ]  # added with add_special_tokens=True, as by Llama's tokenizer.json
+    # Added with add_special_tokens=True, as by Llama's tokenizer.json.
+    bos = [(BOS, tokenizer.token_to_id(BOS))]
     byte_level, template = (
         processors.ByteLevel(trim_offsets=False),
         processors.TemplateProcessing(f"{BOS} $A", special_tokens=bos),

@@ -111,9 +111,8 @@ def check_loads(folder: Path) -> None:
         try:
             found = auto.from_pretrained(copy, **LOCAL)
         except Exception as error:
-            if (
-                isinstance(error, OSError) and error.errno is not None
-            ):  # of the file system, not of the tokenizer
+            # Of the file system, not of the tokenizer.
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(f"AutoTokenizer cannot load it: {type(error).__name__}: {error}") from error
         tokenizer = load(copy)
@@ -258,9 +257,8 @@ def _load_model(path: Path, settings: Mapping[str, dict[str, Any]]) -> tuple[Tok
                 path, model, has_special=bool(given.get("added_tokens_decoder"))
             )
         return from_sentencepiece(path)
-    if (
-        given.get("tokenizer_class", GPT2_CLASSES[0]) not in GPT2_CLASSES
-    ):  # may split words otherwise than GPT-2
+    # May split words otherwise than GPT-2.
+    if given.get("tokenizer_class", GPT2_CLASSES[0]) not in GPT2_CLASSES:
         return _auto_tokenizer().from_pretrained(path.parent, **LOCAL).backend_tokenizer, {}
     merges = _find_file(path.parent, "merges.txt")
     assert merges is not None  # `_model_file` found it
