@@ -31,7 +31,8 @@ from flows.run_setup import (
     write_lockfile,
 )
 from flows.runner import THREADS, Background, Runner
-from flows.start_checks import RunCommand, check_last_step, load
+from flows.start_checks import RunCommand, load
+from flows.step_names import check_last_step
 from modeling.planning.planner import plan
 from profiles.files import run_files
 from profiles.schema import Profile

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flows.step_names import STEPS
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
 from profiles import resolve
 from profiles.check import with_value
-from profiles.errors import ProfileError, closest
+from profiles.errors import ProfileError
 from profiles.files import run_files
 from profiles.local_paths import RUN, local_path
 from profiles.schema import Profile
@@ -107,13 +106,6 @@ def check_plan(profile: Profile) -> Profile:
     run = on_devices(profile)
     planner.require_fit(run, planner.plan(run))
     return run
-
-
-def check_last_step(run: Profile, until: str) -> None:
-    """Raise ProfileError if the run has no step of this name to end with."""
-    steps = [step for step in STEPS if step != "reference" or run.precomputes_reference]
-    if until and until not in steps:
-        raise ProfileError("until", until, "is not a step of this run", closest(until, steps))
 
 
 def check_run(profile: Profile, command: RunCommand, *, replace: bool = False) -> None:

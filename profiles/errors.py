@@ -109,3 +109,15 @@ def closest(name: str, known: Iterable[str], most: int = FEW) -> list[str]:
     """The known names most similar to a name; if none is similar, the first `most`."""
     names = list(known)
     return difflib.get_close_matches(name, names) or names[:most]
+
+
+def closest_files(path: str, pattern: str = "*", folder: Path | None = None) -> list[str]:
+    """Paths beside one that is missing, with the most similar names.
+
+    Args:
+        pattern: of the names to consider.
+        folder: that a path is relative to, if not the working folder.
+    """
+    missing = Path(path)
+    names = [each.name for each in Path(folder or "", missing.expanduser()).parent.glob(pattern)]
+    return [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, names)]

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest_files
 from profiles.files import yaml_text
 from profiles.sections.base import NAME, Count, Fraction, Rate, Section, Size
 from profiles.sections.data import WORTHWHILE_PASSES
@@ -195,13 +195,14 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
         found = sorted(cls.shipped.glob("*.yml")) if cls.shipped else []
         known = {each.stem: each for each in found}
         if str(file) not in known:
-            reason = "no shipped file has this name; names of other files end in .yaml"
+            reason = "is neither a shipped file nor a path that ends in .yaml"
             raise ProfileError(kind, str(file), reason, list(known))
         path = known[str(file)]
     try:
         values = yaml_text.read(path)
     except FileNotFoundError:
-        raise ProfileError(kind, str(file), "there is no such file") from None
+        nearest = closest_files(str(file), "*.y*ml")
+        raise ProfileError(kind, str(file), "there is no such file", nearest) from None
     except ValueError as error:
         raise ProfileError(kind, str(file), str(error)) from error
     if not isinstance(values, dict):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from profiles import local_paths
 from profiles.check import check, check_start
-from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest_files
 from profiles.files import state_files, yaml_text
 from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
@@ -104,8 +104,7 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         found = sorted(str(Path(name_or_path) / each.name) for each in path.glob("*.y*ml"))
         raise ProfileError(key, name_or_path, reason, found[:5])
     if names_file:
-        siblings = [str(Path(name_or_path).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
-        close = difflib.get_close_matches(name_or_path, siblings)
+        close = closest_files(name_or_path, "*.y*ml", folder)
         raise ProfileError(key, name_or_path, "there is no such file", close)
     reason = "there is no such profile"
     if not (close := difflib.get_close_matches(name_or_path, names())):

@@ -45,6 +45,8 @@ def find_parent(store: Store, text: str, child: str) -> Parent:
     Raises ProfileError if there is no such run or checkpoint.
     """
     name, _, wanted = text.partition("@")
+    if child == name:
+        raise ProfileError("name", child, "is the parent's own; a fork is a new run", [f"{name}-2"])
     run = runs.existing_run(store, "fork", name)
     identity = run.stored_identity
     try:

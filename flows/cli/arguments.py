@@ -38,6 +38,8 @@ class Parser(arguments.Parser):
     command_hints: ClassVar[dict[str, str]] = {
         "export": "to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR --to hf",
         "deploy": "to register deployments: trainshed up --register",
+        "share": "to find a series' share of replay: trainshed mixture share FILE",
+        "resume": "to resume a run, start it again with the same command",
         "report": "a run writes its report at its end, to store/runs/RUN/report.html",
         "train": "to train a profile: trainshed run PROFILE",
         "check-device": "to check this machine's devices: make check-device",

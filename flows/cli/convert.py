@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
                 facts["equal"] = compared - len(different)
     except ProfileError as error:
         run_folder = Path("store/runs", options.source)
-        if error.key == "SOURCE" and not error.choices and run_folder.is_dir():
+        if error.key == "SOURCE" and run_folder.is_dir():
             raise error.with_choices([str(run_folder)]) from None
         raise
     except NoCredentialsError:

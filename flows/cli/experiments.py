@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from flows.cli.exit_codes import DONE
 from flows.cli.plan_table import in_days
 from flows.cli.run import call_flow, run_flow
 from flows.experiments.plans import load_branches, load_ladder, load_mixture, load_share, require_startable
-from flows.ui.console import print_facts, print_json, print_parts, relative, table_console
+from flows.ui.console import print_facts, print_json, print_parts, relative, table_console, waiting
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
 from modeling.scaling.planned_run import PlannedRun, warnings_of
@@ -31,14 +32,15 @@ from tasks.store.store import Store
 
 def ladder(options: argparse.Namespace) -> int:
     """Plan or run a ladder; returns the exit code. Raises ProfileError for an invalid ladder."""
-    described, target, rungs, plans = load_ladder(options.file)
+    with _planning(options.file):
+        described, target, rungs, plans = load_ladder(options.file)
+        goal = row_of(target, plan(resolve_auto(target.profile)))
     if options.action == "run":
         require_startable(rungs)
         start = call_flow("flows.experiments.ladder:ladder", options.file, options.store, options.target)
         return run_flow(options, target.profile, described.name, start, print_ladder)
     rows = [row_of(rung, planned) for rung, planned in zip(rungs, plans, strict=True)]
     total = total_of(rows, "all rungs")
-    goal = row_of(target, plan(resolve_auto(target.profile)))
     warnings = warnings_of(target, rungs)
     found = {"ladder": described.name, "rungs": rows, "total": total, "target": goal, "warnings": warnings}
     print_plan(options, found, [*rows, total, goal], described.name, warnings=warnings)
@@ -49,7 +51,8 @@ def mixture(options: argparse.Namespace) -> int:
     """Plan or run a mixture; returns the exit code. Raises ProfileError for an invalid one."""
     if options.action == "share":
         return _share(options)
-    described, target, proxies, plans = load_mixture(options.file)
+    with _planning(options.file):
+        described, target, proxies, plans = load_mixture(options.file)
     if options.action == "run":
         require_startable([proxy.run for proxy in proxies])
         start = call_flow("flows.experiments.mixture:mixture", options.file, options.store, options.check)
@@ -68,7 +71,8 @@ def _share(options: argparse.Namespace) -> int:
     """Find the share of replay of a series' next round, as `mixture`; also for a series without new data."""
     if options.check:
         raise ProfileError("--check", None, "has no effect with share; train a round with the proposed share")
-    described, target, base = load_share(options.file)
+    with _planning(options.file):
+        described, target, base = load_share(options.file)
     require_startable([base])
     start = call_flow("flows.experiments.share:share", options.file, options.store)
     return run_flow(options, target.profile, described.name, start, print_share)
@@ -77,10 +81,11 @@ def _share(options: argparse.Namespace) -> int:
 def branches(options: argparse.Namespace) -> int:
     """Plan or run the branches; returns the exit code. Raises ProfileError for an invalid file."""
     store = None
-    if options.action == "run":  # which may extend a trunk of the store
-        first = trunk_of(load_experiment(Branches, options.file)).profile
-        store = Store(options.store, first.cluster.work_dir or "store")
-    described, trunk, found, plans = load_branches(options.file, store)
+    with _planning(options.file):
+        if options.action == "run":  # which may extend a trunk of the store
+            first = trunk_of(load_experiment(Branches, options.file)).profile
+            store = Store(options.store, first.cluster.work_dir or "store")
+        described, trunk, found, plans = load_branches(options.file, store)
     runs = [trunk, *found]
     if store is not None:
         require_startable(runs)
@@ -95,6 +100,10 @@ def branches(options: argparse.Namespace) -> int:
     if not options.json:
         print(f"\n{total['flops'] / scratch:.0%} of the compute of training each length from scratch")
     return DONE
+
+
+def _planning(file: str) -> AbstractContextManager[None]:
+    return waiting(lambda: f"planning {file}")
 
 
 def short(number: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flows.cli.arguments import HelpFormatter, Parser, integer, override
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
+from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback, waiting
 from modeling import start
 from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
 from profiles.errors import ProfileError
@@ -31,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given or ["--help"])
     try:
-        module, _, function = options.function.partition(":")
-        code: int = getattr(importlib.import_module(f"flows.cli.{module}"), function)(options)
+        name, _, function = options.function.partition(":")
+        with start.without_garbage_collection(), waiting(lambda: "loading"):
+            module = importlib.import_module(f"flows.cli.{name}")
+        code: int = getattr(module, function)(options)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:

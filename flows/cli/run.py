@@ -27,6 +27,7 @@ from flows.server.prefect_settings import (
     single_certificate_setting,
 )
 from flows.server.shared_server import Server, shared_server
+from flows.step_names import check_last_step
 from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         options.overrides = [*started, *options.overrides]
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
+    check_last_step(profile, options.until)
     if options.dry_run:
         return _dry_run(options, profile)
     resolve.check_start(profile)
@@ -73,12 +75,11 @@ def run(options: argparse.Namespace) -> int:
     if not asked and _show_completed(options, profile):
         return DONE
     with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
-        from flows.start_checks import RunCommand, check_last_step, check_run
+        from flows.start_checks import RunCommand, check_run
 
         command = RunCommand(
             options.profile, options.overrides, options.name, options.store, fork=options.fork or ""
         )
-        check_last_step(profile, options.until)
         check_run(profile, command, replace=options.replace)
 
     flags = {name: getattr(options, name) for name in ("update", "replace", "fork", "until")}
@@ -89,12 +90,11 @@ def run(options: argparse.Namespace) -> int:
 
 def chain(options: argparse.Namespace) -> int:
     """Train several profiles in one flow run. Raises ProfileError for an invalid profile or store."""
-    from flows.chained_runs import load_chain
-
-    runs = load_chain(options.profiles, options.overrides, options.name or "")
-    with without_garbage_collection(), waiting(lambda: f"planning {counted(len(runs), 'run')}"):
+    with without_garbage_collection(), waiting(lambda: f"planning {counted(len(options.profiles), 'run')}"):
+        from flows.chained_runs import load_chain
         from flows.start_checks import check_plan
 
+        runs = load_chain(options.profiles, options.overrides, options.name or "")
         for each in runs:
             check_plan(each.profile)
     given = options.profiles, options.overrides, options.name, options.store

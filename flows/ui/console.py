@@ -34,6 +34,7 @@ from tasks.reporting.outcome import Outcome
 from trainshed import PACKAGES
 
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
+SHORT_WAIT = 0.3  # seconds until `waiting` shows what it waits for, so that short waits do not flash
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 PIPED_WIDTH = 200  # of a table where standard output is not a terminal
 SEPARATOR = "  "  # between the parts of a progress line
@@ -340,8 +341,11 @@ def waiting(describe: Callable[[], str]) -> Iterator[None]:
         return
     spinner = Spinner("dots", style="cyan")
 
-    def render() -> Spinner:
-        spinner.update(text=Text(f"{describe()}  {format_duration(time.monotonic() - begun)}", "cyan"))
+    def render() -> RenderableType:
+        seconds = time.monotonic() - begun
+        if seconds < SHORT_WAIT:
+            return ""
+        spinner.update(text=Text(f"{describe()}  {format_duration(seconds)}", "cyan"))
         return spinner
 
     with Live(console=console, transient=True, refresh_per_second=8, get_renderable=render):

@@ -102,6 +102,8 @@ def open_journal(folder: Path, inputs: dict[str, Any], size: int, replace: bool 
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
+    except OSError as error:
+        raise ProfileError("DESTINATION", str(folder), f"cannot be written: {error.strerror}") from error
     journal = Journal(folder, inputs, replace)
     missing = 0 if journal.finished else size - sum(line["size"] for line in journal.files.values())
     free = shutil.disk_usage(folder).free

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from profiles.errors import ProfileError, format_value
+from profiles.errors import ProfileError, closest_files, format_value
 from profiles.files import yaml_text
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -42,7 +42,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         values = yaml_text.read(path)
     except FileNotFoundError:
-        raise ProfileError("config", str(path), "there is no such file") from None
+        nearest = closest_files(str(path), "*.y*ml")
+        raise ProfileError("config", str(path), "there is no such file", nearest) from None
     except UnicodeDecodeError:
         raise ProfileError("config", str(path), "is not a text file") from None
     except ValueError as error:

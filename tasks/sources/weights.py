@@ -14,7 +14,7 @@ from typing import Any
 from modeling.conversion import formats
 from modeling.conversion.nxd import newest
 from parallel.checkpoint import locations
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest_files
 from profiles.files import retries, state_files
 from profiles.huggingface import hub
 from profiles.huggingface.config import GENERATION_CONFIG
@@ -73,7 +73,7 @@ def fetch(
             yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
             reason = "there is no such file or folder, and it is not a repository's name"
-            raise ProfileError(key, source, reason)
+            raise ProfileError(key, source, reason, closest_files(source))
         return
     filesystem, root, infos = _find_remote(source, key)
     needed = _needed(filesystem, root, infos, checkpoints)

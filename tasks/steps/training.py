@@ -53,7 +53,7 @@ class TrainingStep(Step):
     name = "train"
 
     def title(self, profile: Profile) -> str:
-        return f"train {profile.name}, {counted(profile.train.last_step, 'step')}"
+        return f"train {profile.name} to step {profile.train.last_step:,}"
 
     def key(self, context: Context) -> str:
         return keys.training(context.run_folder.name, self.identity, context.profile.train)

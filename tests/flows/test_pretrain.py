@@ -182,7 +182,7 @@ def test_second_run_is_cached_except_plan_and_report_and_prefect_shows_it(pretra
                 break
             time.sleep(0.2)
     assert shown["checkpoint"] == "Skipped"
-    assert shown["train micro, 6 steps"] == "Cached"
+    assert shown["train micro to step 6"] == "Cached"
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_a_fork_of_a_removed_checkpoint_is_rejected(store, removed):
     parent = find_parent(store, "parent", "child")
     store.backend.remove(f"runs/parent/checkpoints/step_200{removed}")
     open_child(store, parent)
+    with pytest.raises(ProfileError, match=r"name = parent: is the parent's own; .* nearest valid: parent-2"):
+        find_parent(store, "parent", "parent")
     with pytest.raises(ProfileError, match=r"fork = parent@200: .* nearest valid: parent@100"):
         copy_checkpoint(store, parent, "child")
     assert store.run_folder("child").checkpoint_steps() == []

@@ -229,6 +229,10 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
             "not a valid command; to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR",
         ),
         (["rnu", "tiny"], "nearest valid: run"),
+        (
+            ["run", "tiny", "--dry-run", "--until", "grpahs"],
+            "until = grpahs: is not a step of this run; nearest",
+        ),
         (["deploy"], "deploy is not a valid command; to register deployments: trainshed up --register\n"),
         (["run", "tiny", "--overide", "a.b=c"], "usage: trainshed run [OPTIONS] PROFILE\n"),
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
@@ -281,7 +285,11 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["import-config", "."], "config = .: Is a directory"),
         (["import-config", TINY], "is a profile of Trainshed already; plan it: trainshed plan /"),
         (["convert", "nope", "out"], "--to: is missing"),
-        (["convert", "./nope", "out", "--to", "hf"], "SOURCE = ./nope: there is no such file"),
+        (
+            ["ladder", "plan", "tny"],
+            "tny: is neither a shipped file nor a path that ends in .yaml; nearest valid: tiny\n",
+        ),
+        (["run", "tiny", "--until", "report"], "until = report: is the last step of every run; leave"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

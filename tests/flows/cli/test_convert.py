@@ -24,6 +24,11 @@ def test_converted_checkpoint_equals_its_source(capsys, caplog, tmp_path):
     assert main(["convert", target, str(CASE / "hf"), "--verify"]) == 0
     assert "all 39 tensors are equal" in capsys.readouterr().out
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG]) == 0  # done before
+    capsys.readouterr()
+    assert main(["convert", target, "/dev/null/model", "--to", "hf"]) == 2
+    assert capsys.readouterr().err == (
+        "trainshed: DESTINATION = /dev/null/model: cannot be written: Not a directory\n"
+    )
     degrees = ("--tensor", "4", "--pipeline", "2")
     assert main(["convert", target, str(tmp_path / "shards"), "--to", "nxd", *degrees]) == 0
     expected = "NxD shards for 4 tensor ranks × 2 pipeline stages, KV multiplier 2, layout trn1, "
@@ -74,8 +79,7 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
     [
         ([SOURCE, "--to", "hf"], "--config: is missing"),
         ([SOURCE, "--to", "hf", "--config", str(CASE / "hf")], "--nxd-layout: is missing"),
-        ([SOURCE, *CONFIG], "--to: is missing"),
-        (["/no/where", "--to", "hf"], "SOURCE = /no/where: there is no such file or folder"),
+        ([f"{CASE}/hg", "--to", "hf"], f"it is not a repository's name; nearest valid: {CASE}/hf\n"),
         ([str(CASE), "--to", "hf"], "is not a checkpoint"),
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
         ([str(CASE / "hf"), "--to", "hf", "--pipeline", "2"], "--pipeline = 2: is used only with --to nxd"),

@@ -86,14 +86,23 @@ def test_part_wider_than_the_terminal_is_truncated(shown):
 def test_work_of_unknown_length_shows_a_spinner_and_elapsed_time(shown, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     progress_reporter("graphs", "Progress")("tracing the programs of the run", 0.0)
-    console.log_waiting(logging.getLogger("flows"), "train tiny, 900 steps")  # the job starts
+    console.log_waiting(logging.getLogger("flows"), "train tiny to step 900")  # the job starts
     record, waiting = caplog.records
-    assert "⠋ train tiny, 900 steps" in shown(waiting.progress, 80)
+    assert "⠋ train tiny to step 900" in shown(waiting.progress, 80)
     assert not ProgressFilter(0.0).filter(waiting)  # elsewhere than in a terminal, it says nothing new
     assert record.getMessage() == "tracing the programs of the run"  # not "0%"
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
     seen = shown(record.progress, 80)
     assert "⠋ tracing the programs of the run  (0.0 s)" in seen
+
+
+@pytest.mark.parametrize("longest", [0.0, 60.0])
+def test_only_long_waits_are_shown(monkeypatch, capsys, longest):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setattr(console, "SHORT_WAIT", longest)
+    with console.waiting(lambda: "loading"):
+        pass
+    assert ("loading  0.0 s" in capsys.readouterr().err) == (not longest)
 
 
 def test_progress_is_throttled_and_other_records_are_not(monkeypatch):
