@@ -20,6 +20,7 @@ from flows.hooks import SHOW_FAILURE
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from flows.ui.artifacts import show_table
+from flows.ui.console import log_waiting
 from modeling.training.metrics import OF_TASKS
 from profiles import resolve
 from profiles.files import run_files, state_files
@@ -160,7 +161,7 @@ def evaluate(
     folder = runs.fetch(opened, name)
     files = Path(include).absolute() if include else None
     if new := set(tasks) - _evaluated_tasks(folder):
-        log.info("checking the tasks' names")
+        log_waiting(log, "checking the tasks' names")
         require_tasks(sorted(new), files)
     with activities.begin(opened, "evaluate", name) as lock:
         folder = runs.fetch(opened, name)  # again: it may have been replaced during the wait

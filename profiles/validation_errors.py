@@ -79,7 +79,7 @@ def _unknown_key(key: str, value: Any, root: type[Section]) -> ProfileError:
     known = _keys(path, root)
     close = [prefix + each for each in difflib.get_close_matches(name, known, n=3)]
     if not close:
-        sections = {section: _keys([section], root) for section in _keys([], root) if section not in path}
+        sections = {each: _keys([each], root) for each in _keys([], root) if each not in (*path, "extends")}
         names = {f"{section}.{each}": each for section, keys in sections.items() for each in keys}
         similar = difflib.get_close_matches(name, names.values(), n=1, cutoff=0.8)
         close = sorted(key for key, each in names.items() if each in similar)

@@ -352,7 +352,11 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
     facts = {"validation loss": f"{result['validation_loss']:.4f}"}
     if result["perplexity"] is not None:
         facts["perplexity"] = format_perplexity(result["perplexity"])
-    print_facts(console, facts | {name: relative(result[key]) for name, key in OUTPUTS.items()})
+    print_facts(console, facts | _outputs(result))
+
+
+def _outputs(result: dict[str, Any]) -> dict[str, str]:
+    return {name: relative(result[key]) for name, key in OUTPUTS.items()}
 
 
 def _print_chain(console: Console, results: list[dict[str, Any]]) -> None:
@@ -363,4 +367,5 @@ def _print_chain(console: Console, results: list[dict[str, Any]]) -> None:
         before = result["before"] and f"{result['before']['validation_loss']:.4f} before, "
         line = f"{result['run']:<{width}}  validation loss {before or ''}{result['validation_loss']:.4f}"
         console.print(line + (" after" if before else ""), soft_wrap=True, markup=False)
-    print_results(console, results[-1])
+    console.print()
+    print_facts(console, _outputs(results[-1]))

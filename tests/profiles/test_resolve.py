@@ -202,8 +202,8 @@ def test_run_name_replaces_profile_name():
             ("model.norm_eps", "model.layer_norm_epsilon"),
         ),
         (
-            "model.foo=1",
-            "model.foo",
+            "model.name=1",
+            "model.name",
             1,
             "no such key in model; docs/profiles.md lists all",
             ("model.architecture", "model.hidden_size"),

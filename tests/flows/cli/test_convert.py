@@ -79,7 +79,7 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
     [
         ([SOURCE, "--to", "hf"], "--config: is missing"),
         ([SOURCE, "--to", "hf", "--config", str(CASE / "hf")], "--nxd-layout: is missing"),
-        ([f"{CASE}/hg", "--to", "hf"], f"it is not a repository's name; nearest valid: {CASE}/hf\n"),
+        ([f"{CASE}/nxdt", "--to", "hf"], f"it is not a repository's name; nearest valid: {SOURCE}\n"),
         ([str(CASE), "--to", "hf"], "is not a checkpoint"),
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
         ([str(CASE / "hf"), "--to", "hf", "--pipeline", "2"], "--pipeline = 2: is used only with --to nxd"),
