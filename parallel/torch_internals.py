@@ -104,14 +104,19 @@ DISABLED = "__dynamo_disable"  # attribute of a function: the same with Dynamo d
 WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger
 
 
-def custom_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def custom_op(
+    name: str, schema: str | None = None, mutates_args: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """As torch.library.custom_op, but does not import Dynamo in a process that compiles nothing.
 
     torch disables Dynamo around the kernel, and takes half a second to import it at the first call, even if nothing else does.
+
+    Args:
+        schema: arguments and results, of a function that takes arguments together; None: those of its annotations.
     """
 
     def define(function: Callable[..., Any]) -> CustomOpDef:
-        operator = library.custom_op(name, function, mutates_args=mutates_args)
+        operator = library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
         for run in operator._backend_fns.values():
             _defer_dynamo(run)
         return operator

@@ -108,18 +108,8 @@ class _InGraph(Function):
     """Tiled attention as part of the graph, for compilers that support no opaque operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None,
-        causal: bool,
-        scale: float,
-        window: int | None,
-        kernel: str,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+        documents, sinks, causal, scale, window, kernel = more
         ctx.settings = causal, scale, window, kernel
         visibility = _visibility(documents, causal, window)
         tile_outs, tile_lses = [], []

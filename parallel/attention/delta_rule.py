@@ -51,6 +51,12 @@ class RuleInput(NamedTuple):
     chunk: int
 
 
+# `RuleInput` in schemas of operators
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor? offsets, Tensor? state, SymInt chunk"
+)
+
+
 class DeltaRule(ABC):
     """The rule, forward and backward."""
 
@@ -369,45 +375,25 @@ class _InGraph(Function):
     """The rule in operators of the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        offsets: Tensor | None,
-        state: Tensor | None,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, decay, beta, offsets, state)
-        ctx.chunk = chunk
-        inputs = RuleInput(q, k, v, decay, beta, offsets, state, chunk)
-        return kernel_of(q.device.type).forward(inputs)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs = RuleInput(*arguments)
+        _setup_context(ctx, inputs, ())
+        return kernel_of(inputs.q.device.type).forward(inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, beta, offsets, state = ctx.saved_tensors
+        q, k, *others = ctx.saved_tensors
         # Otherwise a compiler would compute the chunks of backward in forward, and save them.
         k = collectives.depend_on_gradient(k.flatten(1), grad.flatten(1)).view(k.shape)
-        inputs = RuleInput(q, k, v, decay, beta, offsets, state, ctx.chunk)
+        inputs = RuleInput._make((q, k, *others, ctx.chunk))
         *gradients, of_state = kernel_of(q.device.type).backward(inputs, grad, grad_state)
-        return *gradients, None, None if state is None else of_state, None
+        return *gradients, None, None if inputs.state is None else of_state, None
 
 
-@custom_op("trainshed::gated_delta_rule")
-def _rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    offsets: Tensor | None,
-    state: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    inputs = RuleInput(q, k, v, decay, beta, offsets, state, chunk)
-    out, last = kernel_of(q.device.type).forward(inputs)
+@custom_op("trainshed::gated_delta_rule", f"({INPUTS}) -> (Tensor, Tensor)")
+def _rule(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs = RuleInput(*arguments)
+    out, last = kernel_of(inputs.q.device.type).forward(inputs)
     return out.contiguous(), last.contiguous()
 
 
@@ -416,29 +402,21 @@ def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *_: Any) -> tuple[Tensor, 
     return v.new_empty(v.shape), decay.new_empty(len(v), v.shape[2], k.shape[-1], v.shape[-1])
 
 
-@custom_op("trainshed::gated_delta_rule_backward")
-def _rule_backward(
-    grad: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    offsets: Tensor | None,
-    state: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = RuleInput(q, k, v, decay, beta, offsets, state, chunk)
-    found = kernel_of(q.device.type).backward(inputs, grad, grad_state)
-    dq, dk, dv, ddecay, dbeta, dstate = (each.contiguous() for each in found)
-    return dq, dk, dv, ddecay, dbeta, dstate
+_GRADIENTS = ", ".join(["Tensor"] * 6)
+
+
+@custom_op(
+    "trainshed::gated_delta_rule_backward", f"(Tensor grad, Tensor grad_state, {INPUTS}) -> ({_GRADIENTS})"
+)
+def _rule_backward(grad: Tensor, grad_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs = RuleInput(*arguments)
+    found = kernel_of(inputs.q.device.type).backward(inputs, grad, grad_state)
+    return tuple(each.contiguous() for each in found)
 
 
 @_rule_backward.register_fake
-def _(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
+def _(grad: Tensor, grad_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, decay, beta, *_ = arguments
     gradients = (x.new_empty(x.shape) for x in (q, k, v, decay, beta))
     return *gradients, decay.new_empty(grad_state.shape)
 

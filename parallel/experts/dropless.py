@@ -45,7 +45,7 @@ that each one's intermediate results stay in the cache (`sequential.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,13 @@ from parallel.torch_internals import custom_op
 
 Update = tuple[Tensor, Tensor]
 """The factors A (experts, r, i) and B (experts, o, r), scaled, of the low-rank updates B A of weights (experts, o, i)."""
+
+
+# Arguments of several operators: the fields of `Routes` and of `sequential.Parameters`, and the expert axis.
+_ROUTES = "Tensor order, Tensor positions, Tensor received, Tensor splits"
+_BASE = "Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+_PARAMETERS = f"{_BASE}, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b"
+_AXIS = "str axis, SymInt size"
 
 
 class _Sent(NamedTuple):
@@ -200,36 +207,19 @@ def _(
     return order, torch.empty_like(indices, dtype=torch.int32), indices.new_empty(size, local), splits, chosen
 
 
-@custom_op("trainshed::experts")
-def _experts(
-    x: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    positions: Tensor,
-    received: Tensor,
-    splits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    axis: str,
-    size: int,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op(
+    "trainshed::experts",
+    f"(Tensor x, Tensor weights, {_ROUTES}, {_PARAMETERS}, {_AXIS}, str activation, bool keep) -> (Tensor, Tensor, Tensor)",
+)
+def _experts(x: Tensor, weights: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, and tensors for backward, empty if not saved; on several expert ranks, what stands for y's terms.
 
     Saved are [gate, up] of the rows, without biases if products are grouped, on one expert rank or with `keep`; and the rows,
     with `keep`.
     """
-    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    axis, size, activation, keep = more[12:]
+    moves, parameters = _exchange(more[:4], axis, size), sequential.Parameters(*more[4:12])
     rows = moves.receive(moves.send(moves.gather(x)))  # (m, h)
-    updates = gate_up_a, gate_up_b, down_a, down_b
-    parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
     if grouped.has_kernel(parameters):
         hidden, out = grouped.forward(rows, parameters, moves, activation)  # (m, 2f), (m, h)
     else:
@@ -250,21 +240,19 @@ def _(x: Tensor, weights: Tensor, order: Tensor, *more: Any) -> tuple[Tensor, ..
     return torch.empty_like(x) if size == 1 else x.new_empty(1), hidden, kept
 
 
-@custom_op("trainshed::experts_sum")
-def _sum(
-    terms: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    positions: Tensor,
-    received: Tensor,
-    splits: Tensor,
-    axis: str,
-    size: int,
-    keep: bool,
-) -> Tensor:
+def _exchange(routes: Sequence[Tensor], axis: str, size: int) -> Exchange:
+    """The exchange of rows over a registered axis; `routes`: the fields of `Routes`."""
+    return Exchange(Routes(*routes), mesh.registered_axis(axis, size))
+
+
+@custom_op(
+    "trainshed::experts_sum",
+    f"(Tensor terms, Tensor x, Tensor weights, {_ROUTES}, {_AXIS}, bool keep) -> Tensor",
+)
+def _sum(terms: Tensor, x: Tensor, weights: Tensor, *more: Any) -> Tensor:
     """y (T, h), whose terms return from several ranks; `keep`: backward need not send rows again."""
-    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    *routes, axis, size, _ = more
+    moves = _exchange(routes, axis, size)
     return moves.sum_over_tokens(moves.receive_back(_taken(_outputs, terms)), weights)
 
 
@@ -273,19 +261,11 @@ def _(terms: Tensor, x: Tensor, *more: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-@custom_op("trainshed::experts_send")
-def _send(
-    grad: Tensor,
-    x: Tensor | None,
-    order: Tensor,
-    positions: Tensor,
-    received: Tensor,
-    splits: Tensor,
-    axis: str,
-    size: int,
-) -> Tensor:
+@custom_op("trainshed::experts_send", f"(Tensor grad, Tensor? x, {_ROUTES}, {_AXIS}) -> Tensor")
+def _send(grad: Tensor, x: Tensor | None, *more: Any) -> Tensor:
     """Start to send gradients (T, h), and x (T, h) if given, to the experts; returns what stands for them."""
-    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    *routes, axis, size = more
+    moves = _exchange(routes, axis, size)
     rows = None if x is None else moves.send(moves.gather(x))
     return _sent.put(grad.new_empty(1), _Sent(rows, moves.send(moves.gather(grad))))
 
@@ -302,48 +282,27 @@ def _taken(pending: Pending[Any], tensor: Tensor) -> Any:
     return found
 
 
-@custom_op("trainshed::experts_backward")
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    positions: Tensor,
-    received: Tensor,
-    splits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    hidden: Tensor | None,
-    rows: Tensor | None,
-    axis: str,
-    size: int,
-    activation: str,
-    keep: bool,
-    frozen: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "trainshed::experts_backward",
+    f"(Tensor grad, Tensor x, Tensor weights, {_ROUTES}, {_PARAMETERS}, Tensor? hidden, Tensor? rows, {_AXIS}, str activation, "
+    f"bool keep, bool frozen) -> ({', '.join(['Tensor'] * 10)})",
+)
+def _backward(grad: Tensor, x: Tensor, weights: Tensor, *more: Any) -> tuple[Tensor, ...]:
     """Gradients of x, weights, and `sequential.Parameters`; empty for absent and frozen parameters.
 
     `grad`: of y (T, h), or what stands for it on several expert ranks.
     """
-    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    hidden, rows, axis, size, activation, _, frozen = more[12:]
+    moves, parameters = _exchange(more[:4], axis, size), sequential.Parameters(*more[4:12])
     sent = _Sent(moves.gather(x), moves.gather(grad)) if size == 1 else _taken(_sent, grad)
     scales = moves.send(weights.flatten().index_select(0, moves.order))
-    parameters = sequential.Parameters(
-        gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b
-    )
     if rows is None:
         rows = moves.receive(sent.rows)
     has_kernel = grouped.has_kernel(parameters)
     if has_kernel and hidden is None:
         hidden = grouped.gate_up(rows, parameters, moves)  # while the gradients arrive
     saved = sequential.Saved(rows, moves.receive(sent.grads), moves.receive(scales), hidden)
-    del sent, rows, hidden
+    del more, sent, rows, hidden
     returning: list[Tensor] = []
 
     def send_back(grad_rows: Tensor, grad_scales: Tensor) -> None:
@@ -357,10 +316,9 @@ def _backward(
         )
         send_back(grad_rows, grad_scales)
     grad_x = moves.sum_over_tokens(moves.receive_back(returning[0]))
-    grad_weights = moves.receive_back(returning[1])[positions].to(weights.dtype)
+    grad_weights = moves.receive_back(returning[1])[moves.positions].to(weights.dtype)
     every = (x.new_empty(0) if grad is None else grad for grad in of_parameters)
-    result: Any = (grad_x, grad_weights, *every)  # ten, as the operator's schema says
-    return result
+    return grad_x, grad_weights, *every
 
 
 @_backward.register_fake

@@ -231,27 +231,22 @@ def _write_chunk(result: Tensor | None, chunk: Tensor, i: int, chunks: int, axis
     return result
 
 
-@custom_op("trainshed::gather_product")
-def _gather_product(
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    axis: str,
-    size: int,
-    supports_reduction: bool,
-    chunks: int,
-    products: str,
-    dtype: torch.dtype,
-    gradient: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+# Arguments of all operators: two factors and their scales, and `_named`.
+_FACTORS = "Tensor a, Tensor? a_scale, Tensor b, Tensor? b_scale"
+_AXIS = "str axis, SymInt size, bool supports_reduction"
+_CHUNKS = "SymInt chunks, str products, ScalarType dtype, bool gradient"
+_BESIDE = f"(Tensor x, {_FACTORS}, {_AXIS}, str products, ScalarType dtype) -> (Tensor, Tensor)"
+
+
+@custom_op(
+    "trainshed::gather_product",
+    f"({_FACTORS}, Tensor? bias, {_AXIS}, {_CHUNKS}, bool keep) -> (Tensor, Tensor)",
+)
+def _gather_product(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The product (n·p, m), and the gathered `a` (n·p, k), empty unless `keep`."""
-    over = _axis(axis, size, supports_reduction)
-    factors = (a, a_scale), (b, b_scale)
-    y, kept = _gather_in_chunks(*factors, bias, over, chunks, products, dtype, gradient, keep)
-    return y, a.new_empty(0) if kept is None else kept
+    a, b, bias = inputs[:2], inputs[2:4], inputs[4]
+    y, kept = _gather_in_chunks(a, b, bias, _axis(*inputs[5:8]), *inputs[8:])
+    return y, inputs[0].new_empty(0) if kept is None else kept
 
 
 @_gather_product.register_fake
@@ -263,22 +258,9 @@ def _(
     return a.new_empty(rows, len(b), dtype=dtype), a.new_empty(*((rows, a.shape[1]) if keep else (0,)))
 
 
-@custom_op("trainshed::scatter_product")
-def _scatter_product(
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    axis: str,
-    size: int,
-    supports_reduction: bool,
-    chunks: int,
-    products: str,
-    dtype: torch.dtype,
-    gradient: bool,
-) -> Tensor:
-    over = _axis(axis, size, supports_reduction)
-    return _scatter_in_chunks((a, a_scale), (b, b_scale), over, chunks, products, dtype, gradient)
+@custom_op("trainshed::scatter_product", f"({_FACTORS}, {_AXIS}, {_CHUNKS}) -> Tensor")
+def _scatter_product(*inputs: Any) -> Tensor:
+    return _scatter_in_chunks(inputs[:2], inputs[2:4], _axis(*inputs[4:7]), *inputs[7:])
 
 
 @_scatter_product.register_fake
@@ -287,54 +269,38 @@ def _(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, axis: Any, size: int, *m
     return a.new_empty(len(a) // size, len(b), dtype=dtype)
 
 
-@custom_op("trainshed::gather_beside_product")
-def _gather_beside(
-    x: Tensor,
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    axis: str,
-    size: int,
-    supports_reduction: bool,
-    products: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    pending = collectives.start_all_gather(x, _axis(axis, size, supports_reduction))
-    product = named(products).multiply_factors((a, a_scale), (b, b_scale), dtype, None, True)
+@custom_op("trainshed::gather_beside_product", _BESIDE)
+def _gather_beside(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    pending = collectives.start_all_gather(x, _axis(*inputs[4:7]))
+    product = _beside(*inputs)
     return collectives.wait(pending), product
 
 
 @_gather_beside.register_fake
-def _(
-    x: Tensor, a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, axis: Any, size: int, *more: Any
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x) * size, x.shape[1]), a.new_empty(len(a), len(b), dtype=more[-1])
+def _(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x) * inputs[5], x.shape[1]), _beside_like(*inputs)
 
 
-@custom_op("trainshed::scatter_beside_product")
-def _scatter_beside(
-    x: Tensor,
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    axis: str,
-    size: int,
-    supports_reduction: bool,
-    products: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    pending = collectives.PendingReduceScatter(x, _axis(axis, size, supports_reduction))
-    product = named(products).multiply_factors((a, a_scale), (b, b_scale), dtype, None, True)
+@custom_op("trainshed::scatter_beside_product", _BESIDE)
+def _scatter_beside(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    pending = collectives.PendingReduceScatter(x, _axis(*inputs[4:7]))
+    product = _beside(*inputs)
     return pending.wait(), product
 
 
 @_scatter_beside.register_fake
-def _(
-    x: Tensor, a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, axis: Any, size: int, *more: Any
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x) // size, x.shape[1]), a.new_empty(len(a), len(b), dtype=more[-1])
+def _(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x) // inputs[5], x.shape[1]), _beside_like(*inputs)
+
+
+def _beside(*inputs: Any) -> Tensor:
+    """The product beside which x is gathered or scattered; arguments as in `_BESIDE`."""
+    *_, products, dtype = inputs
+    return named(products).multiply_factors(inputs[:2], inputs[2:4], dtype, None, True)
+
+
+def _beside_like(a: Tensor, _: Any, b: Tensor, *more: Any) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=more[-1])
 
 
 _ours = torch.ops.trainshed
