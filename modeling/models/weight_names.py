@@ -81,16 +81,11 @@ def renamed(
     }
 
 
-def rows_of(part: int, model: Model) -> slice:
-    """Rows of q, k or v in one matrix of them all."""
-    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    ends = (0, q, q + kv, q + 2 * kv)
-    return slice(ends[part], ends[part + 1])
-
-
 def locate_rows(part: int, model: Model, numbers: Sequence[int]) -> Index:
     """Where q, k or v lies in one matrix of them all."""
-    return (rows_of(part, model),)
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    ends = (0, q, q + kv, q + 2 * kv)
+    return (slice(ends[part], ends[part + 1]),)
 
 
 FLOAT32 = (".router.selection_bias",)  # suffixes of the tensors that are float32 in any precision

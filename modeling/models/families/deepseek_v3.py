@@ -127,20 +127,11 @@ class Block(mixtral.Block):
             selection_bias=True,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        documents: Tensor | None = None,
-        keys: Keys | None = None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
+    def feed_forward(self, x: Tensor, length: int, keys: Keys | None, padding: Tensor | None) -> Tensor:
         y = self.mlp_norm(x)
         if self.shared is None:
             return x + self.mlp(y, keys)
-        experts = self.mlp.start(y, cos.shape[1], padding)  # s/c tokens of a sample
+        experts = self.mlp.start(y, length, padding)
         return x + self.shared(y, keys) + experts()
 
 
@@ -155,10 +146,6 @@ _MODULE = {  # for multi-token prediction
     "layers.{}.projection": f"{_LAYER}.eh_proj",
     "layers.{}.output_norm": f"{_LAYER}.shared_head.norm",
 }
-_SHARED = {
-    f"layers.{{}}.shared.{ours}": f"{_LAYER}.mlp.shared_experts.{theirs}"
-    for ours, theirs in {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}.items()
-}
 _LATENTS = {
     "layers.{}.attention.kv_norm": f"{_LAYER}.self_attn.kv_a_layernorm",
     "layers.{}.attention.kv": f"{_LAYER}.self_attn.kv_b_proj",
@@ -170,7 +157,8 @@ COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
 WEIGHTS = {
     **llama.WEIGHTS,
     **{name: entry for name, entry in mixtral.Qwen3Moe.weights.items() if ".mlp." in name},
-    **renamed(_MODULE | _SHARED),
+    **renamed(_MODULE),
+    **mixtral.shared_weights("mlp.shared_experts"),
     "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(f"{_LAYER}.mlp.gate.e_score_correction_bias"),
 }
 

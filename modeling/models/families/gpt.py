@@ -13,6 +13,8 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -26,7 +28,7 @@ from modeling.models.language_model import (
     NormOptions,
     WeightOptions,
 )
-from modeling.models.weight_names import HuggingFaceTensor, renamed, rows_of
+from modeling.models.weight_names import HuggingFaceTensor, Index, locate_rows, renamed
 from parallel import (
     ColumnParallelLinear,
     Embedding,
@@ -132,17 +134,19 @@ class Block(nn.Module):
         return dropout(y, keys.fold(site).hidden, self.dropout)
 
 
-def _gpt_attention(part: int) -> dict[str, HuggingFaceTensor]:
-    ours, theirs = f"layers.{{}}.attention.qkv.{'qkv'[part]}", "transformer.h.{}.attn.c_attn"
-    return {
-        f"{ours}.weight": HuggingFaceTensor(
-            f"{theirs}.weight", True, lambda model, _: (slice(None), rows_of(part, model))
-        ),
-        f"{ours}.bias": HuggingFaceTensor(f"{theirs}.bias", False, lambda model, _: (rows_of(part, model),)),
-    }
+def _columns(part: int, model: Model, numbers: Sequence[int]) -> Index:
+    """Where q, k or v, transposed, lies in one matrix of them all."""
+    return (slice(None), *locate_rows(part, model, numbers))
 
 
 _LAYER, _STORED = "layers.{}", "transformer.h.{}"
+_ATTENTION = {
+    f"{_LAYER}.attention.qkv.{letter}.{kind}": HuggingFaceTensor(
+        f"{_STORED}.attn.c_attn.{kind}", kind == "weight", partial(locate, part)
+    )
+    for part, letter in enumerate("qkv")
+    for kind, locate in (("weight", _columns), ("bias", locate_rows))
+}
 _PROJECTIONS = {
     f"{_LAYER}.attention.output": f"{_STORED}.attn.c_proj",
     f"{_LAYER}.mlp.up": f"{_STORED}.mlp.c_fc",
@@ -156,9 +160,7 @@ _NORMS = {
 WEIGHTS = {
     **renamed({"embedding": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}),
     **renamed(_NORMS, ("weight", "bias")),
-    **_gpt_attention(0),
-    **_gpt_attention(1),
-    **_gpt_attention(2),
+    **_ATTENTION,
     **renamed(_PROJECTIONS, transposed=True),
     **renamed(_PROJECTIONS, ("bias",)),
 }

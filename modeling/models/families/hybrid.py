@@ -123,7 +123,7 @@ class GatedDeltaNet(nn.Module):
         return x.unflatten(0, (-1, 2)).flatten(1, 2)
 
 
-class _Mixers(llama.Sublayers):
+class Block(llama.Sublayers):
     """A block with full attention or a Gated DeltaNet; `offsets` are an argument of all blocks."""
 
     def __init__(
@@ -138,45 +138,6 @@ class _Mixers(llama.Sublayers):
         kind = GatedDeltaNet if model.is_linear(layer) else llama.Attention
         return kind(model, mesh, layer, **options)
 
-    def mix(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        offsets: Tensor,
-        documents: Tensor | None,
-        keys: Keys | None,
-    ) -> Tensor:
-        """Hidden states after attention."""
-        if self.linear:
-            return self.sublayer("attention", x, cos.shape[1], offsets, documents, keys)
-        return self.sublayer("attention", x, cos, sin, documents, keys)
-
-
-class Block(_Mixers):
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        offsets: Tensor,
-        documents: Tensor | None = None,
-        keys: Keys | None = None,
-    ) -> Tensor:
-        return self.sublayer("mlp", self.mix(x, cos, sin, offsets, documents, keys), keys)
-
-
-class ExpertBlock(_Mixers, mixtral.ExpertSublayers):
-    """A block with routed experts, and a shared one that has a gate."""
-
-    def __init__(
-        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(model, mesh, layer, norm, **options)
-        self.shared = MLP(model, mesh, model.shared_expert_intermediate_size, **options)
-        gate: dict[str, Any] = {name: option for name, option in options.items() if name != "products"}
-        self.shared_gate = ReplicatedLinear(model.hidden_size, 1, mesh.tensor, **gate)
-
     def forward(
         self,
         x: Tensor,
@@ -187,9 +148,27 @@ class ExpertBlock(_Mixers, mixtral.ExpertSublayers):
         keys: Keys | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        x = self.mix(x, cos, sin, offsets, documents, keys)
+        if self.linear:
+            x = self.sublayer("attention", x, cos.shape[1], offsets, documents, keys)
+        else:
+            x = self.sublayer("attention", x, cos, sin, documents, keys)
+        return self.feed_forward(x, cos.shape[1], keys, padding)
+
+
+class ExpertBlock(Block, mixtral.ExpertSublayers):
+    """A block with routed experts, and a shared one that has a gate."""
+
+    def __init__(
+        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__(model, mesh, layer, norm, **options)
+        self.shared = MLP(model, mesh, model.shared_expert_intermediate_size, **options)
+        gate: dict[str, Any] = {name: option for name, option in options.items() if name != "products"}
+        self.shared_gate = ReplicatedLinear(model.hidden_size, 1, mesh.tensor, **gate)
+
+    def feed_forward(self, x: Tensor, length: int, keys: Keys | None, padding: Tensor | None) -> Tensor:
         y = self.mlp_norm(x)
-        experts = self.mlp.start(y, cos.shape[1], padding)  # s/c tokens of a sample
+        experts = self.mlp.start(y, length, padding)
         shared = self.shared(y, keys) * self.shared_gate(y).sigmoid()
         return x + shared + experts()
 
@@ -314,14 +293,8 @@ QWEN3_NEXT = {
     **mixtral.Qwen3Moe.weights,
     **_QWEN,
     **dict(_stacked({"in_proj_qkvz": PARTS[:4], "in_proj_ba": PARTS[4:]}, grouped=True)),
-    **renamed(
-        {
-            "layers.{}.shared.gate_up.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
-            "layers.{}.shared.gate_up.up": "model.layers.{}.mlp.shared_expert.up_proj",
-            "layers.{}.shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
-            "layers.{}.shared_gate": "model.layers.{}.mlp.shared_expert_gate",
-        }
-    ),
+    **mixtral.shared_weights("mlp.shared_expert"),
+    **renamed({"layers.{}.shared_gate": "model.layers.{}.mlp.shared_expert_gate"}),
 }
 OLMO = {
     **llama.WEIGHTS,

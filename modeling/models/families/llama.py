@@ -206,6 +206,10 @@ class Sublayers(nn.Module):
         """The layer after attention; overridden by families with experts."""
         return MLP(model, mesh, **options)
 
+    def feed_forward(self, x: Tensor, length: int, keys: Keys | None, padding: Tensor | None) -> Tensor:
+        """Hidden states after the MLP, or experts; `length`: tokens of a sample on this context rank, s/c."""
+        return self.sublayer("mlp", x, keys)
+
     def sublayer(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
         """Add the output of `attention` or `mlp` to the hidden states, with the norms of the family."""
         return x + self.added(name, x, *arguments)
@@ -223,12 +227,18 @@ class Sublayers(nn.Module):
 
 class Block(Sublayers):
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        keys: Keys | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         if self.side_by_side:
             return x + self.added("attention", x, cos, sin, documents, keys) + self.added("mlp", x, keys)
         x = self.sublayer("attention", x, cos, sin, documents, keys)
-        return self.sublayer("mlp", x, keys)
+        return self.feed_forward(x, cos.shape[1], keys, padding)
 
 
 MODULES = {  # of a layer: ours, and Llama's in transformers

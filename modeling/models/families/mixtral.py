@@ -48,19 +48,12 @@ class ExpertSublayers(llama.Sublayers):
         experts, chosen = required(model.num_experts), required(model.num_experts_per_tok)
         return Routing(experts, chosen, normalize=model.norm_topk_prob)
 
+    def feed_forward(self, x: Tensor, length: int, keys: Keys | None, padding: Tensor | None) -> Tensor:
+        return self.sublayer("mlp", x, length, padding)
 
-class Block(ExpertSublayers):
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        documents: Tensor | None = None,
-        keys: Keys | None = None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        x = self.sublayer("attention", x, cos, sin, documents, keys)
-        return self.sublayer("mlp", x, cos.shape[1], padding)  # s/c tokens of a sample
+
+class Block(ExpertSublayers, llama.Block):
+    """Llama's block with experts."""
 
 
 def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
@@ -76,6 +69,17 @@ def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> 
             }
         ),
     }
+
+
+def shared_weights(experts: str) -> dict[str, HuggingFaceTensor]:
+    """Weights of the experts that all tokens share, by transformers' name of their module."""
+    names = {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}
+    return renamed(
+        {
+            f"layers.{{}}.shared.{ours}": f"model.layers.{{}}.{experts}.{theirs}"
+            for ours, theirs in names.items()
+        }
+    )
 
 
 class Mixtral(llama.Llama):
