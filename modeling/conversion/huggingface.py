@@ -31,8 +31,8 @@ from modeling.conversion.weights import (
     HEAD,
     Part,
     Weights,
+    differing_tensors,
     global_shapes,
-    read_mapped,
     slices,
     summarize,
     without_modules,
@@ -110,7 +110,7 @@ def _require_same_model(used: list[Path], others: list[Path]) -> None:
         other = shapes(others)
     except (ValueError, OSError):  # for example, pointers of Git LFS
         return
-    if differing := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
+    if differing := differing_tensors(one, other):
         reason = f"holds other weights than {others[0].name} beside it ({summarize(differing)}); delete those that are not meant"
         raise ValueError(f"{used[0]} {reason}")
 
@@ -194,8 +194,7 @@ def read(
     rest = found.keys() - used
     if model.tie_word_embeddings and LM_HEAD in rest:  # stored under its second name, too or alone
         tensor = found[LM_HEAD]
-        offsets, opened = (0,) * len(tensor.shape), partial(read_mapped, tensor.open)
-        parts[HEAD] = [Part(offsets, tensor.shape, tensor.dtype, opened, LM_HEAD)]
+        parts[HEAD] = [Part((0,) * len(tensor.shape), tensor.shape, tensor.dtype, tensor.read, LM_HEAD)]
         rest -= {LM_HEAD}
     rest -= _compare_copies(found, model)
     buffers = {name for name in rest if name.endswith(BUFFERS)}
@@ -210,7 +209,7 @@ def read(
             log.info("%d tensors are not read, as %s: %s", len(names), reason, summarize(sorted(names)))
     for name in rest - buffers - modules - others:
         # unknown tensors, which `Weights` rejects by name
-        parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
+        parts[name] = [Part((), (), found[name].dtype, found[name].read)]
     return Weights(model, parts, dtype, lambda name: families.huggingface_tensor(model, name).name)
 
 

@@ -40,6 +40,10 @@ class LazyTensor:
     dtype: torch.dtype
     open: Callable[[], Tensor]
 
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """Its elements at an index."""
+        return self.open()[index]
+
 
 def read(path: Path, wanted: Callable[[str], object] = bool) -> dict[str, LazyTensor]:
     """Every tensor of a file by name; of a training state, those of its model.

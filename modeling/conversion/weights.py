@@ -17,16 +17,31 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
 from modeling.models.families import model_class
 from modeling.models.weight_names import FLOAT32
 from parallel import Mesh
 from parallel.layout import layout_of
 from profiles.sections.model import Model
 
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our names; a tied model has no head
 COMPARED = 64 << 20  # bytes compared at a time
+# Settings with which weights of the same shapes belong to another model: a difference is an error.
+STRUCTURE = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "tie_word_embeddings", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+# Other settings that cannot be inferred from weights. A run may change them, for example for a longer context: a warning.
+NOT_IN_WEIGHTS = (
+    *("hidden_act", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "full_attention_every"),
+    *("max_window_layers", "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier"),
+    *("attention_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar"),
+    *("rope_local_base_freq", "use_parallel_residual", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
+    "linear_allow_neg_eigval",
+)
 log = logging.getLogger(__name__)
 
 
@@ -41,11 +56,6 @@ class Part:
     # returns its elements at an index of slices with start and stop, in the box's coordinates: read-only, with any strides
     read: Callable[[tuple[slice, ...]], Tensor]
     stored_name: str = ""  # the tensor's name in its file; "" if unknown
-
-
-def read_mapped(open_: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
-    """Read from a tensor that `open_` maps into memory."""
-    return open_()[index]
 
 
 class Weights:
@@ -170,11 +180,8 @@ class AveragedWeights(Weights):
         first, *others = members
         for number, other in enumerate(others, 2):
             compared = first.model, other.model, "in the first", f"in checkpoint {number}"
-            rejected = differences(STRUCTURE, *compared)
-            if differing := differing_tensors(first.shapes, other.shapes):
-                rejected.append(f"{summarize(differing)} differ")
-            if rejected:
-                raise ValueError(f"checkpoints to average belong to different models: {'; '.join(rejected)}")
+            if rejected := structural_differences(*compared, first.shapes, other.shapes):
+                raise ValueError(f"checkpoints to average belong to different models: {rejected}")
             for difference in differences(NOT_IN_WEIGHTS, *compared):
                 log.warning("checkpoints to average: %s; the first's is written", difference)
         super().__init__(first.model, first.parts, dtype)
@@ -187,7 +194,28 @@ class AveragedWeights(Weights):
         return (total / len(self.members)).to(self.dtype_of(name))
 
 
-def differing_tensors(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> list[str]:
+def differences(names: Sequence[str], one: Model, other: Model, here: str, there: str) -> list[str]:
+    """A clause for each of these settings that differs.
+
+    Args:
+        here, there: where the settings of `one` and `other` are, for the clauses.
+    """
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    unequal = [pair for pair in pairs if pair[1] != pair[2]]
+    return [f"model.{name} is {ours} {here}, {theirs} {there}" for name, ours, theirs in unequal]
+
+
+def structural_differences(
+    one: Model, other: Model, here: str, there: str, shapes: Shapes, other_shapes: Shapes
+) -> str:
+    """Clauses for differences by which weights belong to another model; empty if there are none."""
+    found = differences(STRUCTURE, one, other, here, there)
+    if tensors := differing_tensors(shapes, other_shapes):
+        found.append(f"{summarize(tensors)} differ")
+    return "; ".join(found)
+
+
+def differing_tensors(one: Shapes, other: Shapes) -> list[str]:
     """Names of tensors whose shapes differ, or that only one has."""
     return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
 
@@ -214,7 +242,7 @@ def _check(name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
 
 
 @lru_cache(maxsize=4)
-def global_shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
+def global_shapes(model: Model) -> Shapes:
     """The unpadded shape of every global tensor of a model by name, in the order of its layers."""
     built = model_class(model.architecture)(model, Mesh(rank=0), device=torch.device("meta"))
     return {

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modeling.conversion import formats
-from modeling.conversion.nxd import newest
+from modeling.conversion.choices import NEWEST, read_newest
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError, closest_files
 from profiles.files import retries, state_files
@@ -174,15 +174,15 @@ def _needed(
     steps = [int(match[1]) for match in map(MARKED.fullmatch, names) if match]
     if steps:
         return tuple(f"checkpoints/step_{step}/" for step in sorted(steps)[-checkpoints:])
-    if newest.FILE in names and not any(name.startswith("model/") for name in names):
-        path = f"{root}/{newest.FILE}"
+    if NEWEST in names and not any(name.startswith("model/") for name in names):
+        path = f"{root}/{NEWEST}"
         try:
-            tag = newest.read_tag(remote.cat_file(filesystem, path), path)
+            tag = read_newest(remote.cat_file(filesystem, path), path)
         except ValueError as error:
             raise SourceError(str(error)) from error
         if any(name.startswith(f"{tag}/model/") for name in names):
             configs = (*CONFIGS, *(f"{tag}/{name}" for name in CONFIGS))
-            return (newest.FILE, f"{tag}/model/", *configs)
+            return (NEWEST, f"{tag}/model/", *configs)
     return ("",)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling.conversion import formats
-from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
+from modeling.conversion.weights import NOT_IN_WEIGHTS, STRUCTURE, differences
 from modeling.models.build import partition_layers
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError

@@ -11,8 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
-from modeling.conversion.weights import Part, Weights, differing_tensors, global_shapes, summarize
+from modeling.conversion.weights import (
+    NOT_IN_WEIGHTS,
+    Part,
+    Weights,
+    differences,
+    global_shapes,
+    structural_differences,
+)
 from profiles.sections.model import Model
 
 log = logging.getLogger(__name__)
@@ -64,11 +70,9 @@ class Adapters(ABC):
             ValueError: the adapters and the weights belong to different models.
         """
         here = "in the adapters' model"
-        rejected = differences(STRUCTURE, self.model, weights.model, here, "in that of the weights")
-        if differing := differing_tensors(global_shapes(self.model), weights.shapes):
-            rejected.append(f"{summarize(differing)} differ")
-        if rejected:
-            raise ValueError(f"the adapters belong to another model than the weights: {'; '.join(rejected)}")
+        models = self.model, weights.model, here, "in that of the weights"
+        if rejected := structural_differences(*models, global_shapes(self.model), weights.shapes):
+            raise ValueError(f"the adapters belong to another model than the weights: {rejected}")
         if model is not None:
             for difference in differences(NOT_IN_WEIGHTS, self.model, model, here, "in the config"):
                 log.warning("%s, which is written", difference)

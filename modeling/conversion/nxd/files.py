@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from modeling.conversion import torch_files
-from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout, QKVForm
+from modeling.conversion.choices import NEWEST, NXD_LAYOUTS, NxDLayout, QKVForm, read_newest
 from modeling.conversion.huggingface import BUFFERS
-from modeling.conversion.nxd import experts, newest
+from modeling.conversion.nxd import experts
 from modeling.conversion.nxd.layout import (
     TensorSplit,
     layer_prefix,
@@ -36,7 +36,7 @@ from modeling.conversion.nxd.layout import (
 )
 from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor
-from modeling.conversion.weights import Part, Weights, read_mapped
+from modeling.conversion.weights import Part, Weights
 from parallel.layout import Box
 from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
@@ -60,9 +60,9 @@ def find_shards(source: Path) -> dict[Ranks, Path]:
         ValueError: files of some ranks are missing, or that with the name of the newest checkpoint is corrupted.
     """
     folders = [source, source / "model"]
-    file = source / newest.FILE
+    file = source / NEWEST
     if state_files.is_file(file):
-        tag = newest.read_tag(state_files.contents(file), str(file))
+        tag = read_newest(state_files.contents(file), str(file))
         if Path(tag).name == tag:
             folders.append(source / tag / "model")
     for folder in folders:
@@ -144,7 +144,7 @@ def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) ->
         for box in boxes:
             if box.replica:
                 continue
-            read = partial(read_mapped, partial(_open_box, stored, box))
+            read = partial(_read_box, stored, box)
             yield box.name, Part(box.offsets, box.sizes, stored.dtype, read, key)
 
 
@@ -165,8 +165,8 @@ def _tensors(path: Path) -> Tensors:
     return {key: value for key, value in torch_files.read(path).items() if not key.endswith(BUFFERS)}
 
 
-def _open_box(stored: LazyTensor, box: Box) -> Tensor:
-    return box.view(stored.open())
+def _read_box(stored: LazyTensor, box: Box, index: tuple[slice, ...]) -> Tensor:
+    return box.view(stored.open())[index]
 
 
 @dataclass(frozen=True)
