@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +134,7 @@ class MixtureOfExperts(nn.Module):
         sequence_parallel: bool = False,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         check_divisible(self, "experts", routing.experts, mesh.expert)
@@ -144,7 +143,6 @@ class MixtureOfExperts(nn.Module):
         self.computes_once = mesh.expert.size > 1  # for activation checkpointing, which then keeps `Routes`
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
         initializer = initializer or Normal(0.02)
-        placed: Placement = {"dtype": dtype, "device": device}
         self.router = Router(hidden, routing, mesh.tensor, initializer=initializer, **placed)
         count = routing.experts // mesh.expert.size
         local = range(mesh.expert.rank * count, (mesh.expert.rank + 1) * count)
@@ -161,6 +159,7 @@ class MixtureOfExperts(nn.Module):
         )
         # Its gradient holds the statistics of a backward pass (balance.py), which `_count` adds to `statistics`; `load` is for
         # `global` balance.
+        device = placed.get("device")
         tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)
         tally.register_post_accumulate_grad_hook(self._count)
         self.statistics: Tensor | None = None  # since they were last taken

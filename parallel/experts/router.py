@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parallel.device import becomes_one_kernel
 from parallel.initialization import Constant
-from parallel.layout import Initializer, Layout, Section, layout_of, parameter
+from parallel.layout import Initializer, Layout, Placement, Section, layout_of, parameter
 from parallel.mesh import Axis
 
 
@@ -65,22 +65,21 @@ class Router(nn.Module):
         axis: Axis,
         *,
         initializer: Initializer,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.routing = routing
         partial = ("tensor",) if axis.size > 1 else ()
         weight = Layout((Section("", (routing.experts, hidden), None),), axis.size, initializer, partial)
-        self.weight = parameter(weight, dtype, device)
+        self.weight = parameter(weight, **placed)
         self.bias = self.selection_bias = None
         section, zero = Section("", (routing.experts,), None), Constant(0.0)
         if routing.bias:
-            self.bias = parameter(Layout((section,), axis.size, zero, partial), dtype, device)
+            self.bias = parameter(Layout((section,), axis.size, zero, partial), **placed)
         if routing.selection_bias:
             # float32 in any training dtype, because its steps are small. Every tensor rank counts the full load.
             self.selection_bias = parameter(
-                Layout((section,), axis.size, zero, sign_step=0.0), torch.float32, device
+                Layout((section,), axis.size, zero, sign_step=0.0), torch.float32, placed.get("device")
             )
 
     def move_selection_bias(self, step: float) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -208,8 +208,7 @@ class ColumnParallelLinear(DeferrableLinear):
         initializer: Initializer | None = None,
         head_rows: tuple[int, ...] = (),
         replicas: Mapping[str, int] | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__(axis, sequence_parallel, products)
         sizes = {"": out_features} if isinstance(out_features, int) else dict(out_features)
@@ -218,10 +217,10 @@ class ColumnParallelLinear(DeferrableLinear):
             check_divisible(self, f"out_features{f'[{name}]' if name else ''}", size * copies[name], axis)
         rows = tuple(Section(name, (size, in_features), 0, copies[name]) for name, size in sizes.items())
         layout = Layout(rows, axis.size, initializer or Normal(0.02), head_rows=head_rows)
-        self.weight = parameter(layout, dtype, device)
+        self.weight = parameter(layout, **placed)
         if bias:
             entries = tuple(Section(name, (size,), 0, copies[name]) for name, size in sizes.items())
-            self.bias = parameter(Layout(entries, axis.size, Constant(0.0)), dtype, device)
+            self.bias = parameter(Layout(entries, axis.size, Constant(0.0)), **placed)
 
     def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
         options = (self.sequence_parallel, self.products, output)
@@ -254,17 +253,16 @@ class RowParallelLinear(DeferrableLinear):
         sequence_parallel: bool = False,
         products: Products = EXACT,
         initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__(axis, sequence_parallel, products)
         check_divisible(self, "in_features", in_features, axis)
         columns = Section("", (out_features, in_features), 1)
-        self.weight = parameter(Layout((columns,), axis.size, initializer or Normal(0.02)), dtype, device)
+        self.weight = parameter(Layout((columns,), axis.size, initializer or Normal(0.02)), **placed)
         if bias:
             partial_axes = ("tensor",) if self.sequence_parallel else ()
             layout = Layout((Section("", (out_features,), None),), axis.size, Constant(0.0), partial_axes)
-            self.bias = parameter(layout, dtype, device)
+            self.bias = parameter(layout, **placed)
 
     def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
@@ -290,16 +288,14 @@ class ReplicatedLinear(nn.Module):
         *,
         sequence_parallel: bool = False,
         initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         sizes = {"": out_features} if isinstance(out_features, int) else out_features
         sections = tuple(Section(name, (size, in_features), None) for name, size in sizes.items())
         partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
-        self.weight = parameter(
-            Layout(sections, axis.size, initializer or Normal(0.02), partial_axes), dtype, device
-        )
+        layout = Layout(sections, axis.size, initializer or Normal(0.02), partial_axes)
+        self.weight = parameter(layout, **placed)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
@@ -327,17 +323,16 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool = False,
         partial_axes: tuple[str, ...] = (),
         initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         rows = Section("", (vocabulary, hidden), 0)
         layout = Layout((rows,), axis.size, initializer or Normal(0.02), partial_axes)
-        self.weight = parameter(layout, dtype, device)
+        self.weight = parameter(layout, **placed)
         # This rank's first row as a tensor: a Python number would give each rank its own graph.
-        first = torch.tensor(axis.rank * layout.local_shape()[0], device=device)
+        first = torch.tensor(axis.rank * layout.local_shape()[0], device=placed.get("device"))
         self.register_buffer("first", first, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -370,8 +365,7 @@ class Embedding(nn.Module):
         *,
         sequence_parallel: bool = False,
         initializer: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.axis = axis
@@ -379,7 +373,7 @@ class Embedding(nn.Module):
         partial_axes = ("tensor",) if self.sequence_parallel else ()
         table = Section("", (rows, hidden), None)
         layout = Layout((table,), axis.size, initializer or Normal(0.02), partial_axes)
-        self.weight = parameter(layout, dtype, device)
+        self.weight = parameter(layout, **placed)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(b, s) ids -> (b·s, h) or (b·s/t, h)."""

@@ -83,14 +83,13 @@ class RMSNorm(nn.Module):
         epsilon: float = 1e-5,
         sequence_parallel: bool = False,
         initializer: Initializer = ONES,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
         partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
         self.weight = parameter(
-            Layout((Section("", (hidden,), None),), axis.size, initializer, partial_axes), dtype, device
+            Layout((Section("", (hidden,), None),), axis.size, initializer, partial_axes), **placed
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,15 +168,14 @@ class HeadNorm(nn.Module):
         *,
         epsilon: float = 1e-6,
         unit_offset: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.epsilon, self.unit_offset = epsilon, unit_offset
         sections = tuple(Section(name, (head_dim,), None) for name in ("q", "k"))
         partial_axes = ("tensor",) if axis.size > 1 else ()
         initial = ZEROS if unit_offset else ONES
-        self.weight = parameter(Layout(sections, axis.size, initial, partial_axes), dtype, device)
+        self.weight = parameter(Layout(sections, axis.size, initial, partial_axes), **placed)
 
     def forward(self, qk: Tensor, heads: int) -> Tensor:
         """Normalize heads (..., n + k, d), of which the first n = `heads` are query heads."""
@@ -232,17 +230,14 @@ class ProjectionNorm(nn.Module):
         replicas: int = 1,
         *,
         epsilon: float = 1e-6,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.size, self.axis, self.replicas, self.epsilon = heads * head_dim, mesh.tensor, replicas, epsilon
         section = Section("", (self.size,), 0, replicas)
         # Each replica sees the gradient from its own query heads only.
         partial_axes = ("kv_replica",) if replicas > 1 else ()
-        self.weight = parameter(
-            Layout((section,), self.axis.size, Constant(1.0), partial_axes), dtype, device
-        )
+        self.weight = parameter(Layout((section,), self.axis.size, Constant(1.0), partial_axes), **placed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads (..., n/t, d)."""
