@@ -13,7 +13,8 @@ Each element is written by one rank and read by those that need it; no rank hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -63,17 +64,11 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
         ValueError: the checkpoint is incomplete or of a different model; the message names the first difference.
         LoadFailed: a rank could not read it.
     """
-    about: dict[str, Any] = {}
-    random: dict[str, Tensor] = {}
-    error: Exception | None = None
-    try:
+    with _raised_on_all(optimizer.mesh):
         about = read_marker(checkpoint)
         if not weights_only and not isinstance(about.get("optimizer_steps"), int):
             raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: no optimizer_steps")
         random = _fill(checkpoint, about, optimizer, weights_only)
-    except Exception as raised:  # any storage error, to raise on all ranks
-        error = raised
-    _raise_on_all(error, optimizer.mesh)
     optimizer.gather_parameters()
     if not weights_only:
         optimizer.steps.fill_(about["optimizer_steps"])
@@ -83,16 +78,12 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
 
 def load_frozen(checkpoint: Location, optimizer: ShardedAdamW) -> None:
     """Load the frozen weights from a checkpoint of any topology. Collective; errors as for `load`."""
-    error: Exception | None = None
-    try:
+    with _raised_on_all(optimizer.mesh):
         about = read_marker(checkpoint)
         reader = Reader(checkpoint, about.get("files"))
         targets = boxed_tensors(optimizer.frozen_boxes(), ["master"])
         _require_tensors(checkpoint, reader, targets)
         reader.load(targets)
-    except Exception as raised:  # any storage error, to raise on all ranks
-        error = raised
-    _raise_on_all(error, optimizer.mesh)
     optimizer.gather_parameters()
 
 
@@ -135,11 +126,16 @@ def _fill(
     return random
 
 
-def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
-    """Raise one rank's error on all: corruption, then a different model, then a failed read. Collective."""
+@contextmanager
+def _raised_on_all(mesh: Mesh) -> Iterator[None]:
+    """Raise one rank's error in this block on all: corruption, another model, a failed read. Collective."""
     kinds: tuple[type[Exception], ...] = (CorruptCheckpoint, OtherOptimizer, ValueError, LoadFailed)
     found: tuple[int, str] | None = None
-    if error is not None:
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # of any storage
+        error = raised
         own = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)
         found = (kinds.index(own), str(error) if isinstance(error, ValueError) else repr(error))
     everywhere = [found]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from parallel.device import has_adamw_kernel
+from parallel.optimizer.rules import ElementwiseRule
 from parallel.torch_internals import fused_adamw
 
 if TYPE_CHECKING:
-    from parallel.layout import Layout
     from parallel.mesh import Mesh
     from parallel.optimizer.arithmetic import Arithmetic
     from parallel.optimizer.buckets import Bucket
@@ -33,7 +33,7 @@ Update = Callable[[Tensor, Tensor, Tensor, Tensor, Scalars, Tensor], None]
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(ElementwiseRule):
     """The rule AdamW with its hyperparameters, except the learning rate and weight decay, which vary."""
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -41,21 +41,12 @@ class AdamW:
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     clipped: bool = True
     traffic: int = 24  # weights and moments, read and written
-    exchanged: int = 0
 
     def constants(self, weight_decay: float, device: torch.device) -> Tensor:
         """The constants of `update`: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
         beta1, beta2 = self.betas
         logs = (math.log(beta) if beta else -math.inf for beta in self.betas)
         return torch.tensor([1 - beta1, beta2, 1 - beta2, *logs, self.epsilon, weight_decay], device=device)
-
-    def multiply_adds(self, layout: Layout) -> int:
-        """Of matrix products: none."""
-        return 0
-
-    def rate(self, layout: Layout) -> float:
-        """Learning-rate multiplier of a parameter."""
-        return layout.rate
 
     def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
         """An updater of these buckets."""

@@ -334,6 +334,11 @@ class Bucket:
                 replicas = box.replicas, saved, box.replica
                 yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, *replicas)
 
+    def parameter_boxes(self) -> Iterator[Box]:
+        """The boxes of all parameters on this tensor rank, of all shards."""
+        for slot in self.slots:
+            yield from layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank)
+
     @torch.no_grad()
     def _initialize_shard(self, shard: Tensor, seed: int) -> None:
         layouts = [(slot.name, layout_of(slot.parameter)) for slot in self.slots]

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import collectives
-from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic, differ, halves, join_halves
 from parallel.optimizer.buckets import Bucket, ShardBox
@@ -118,11 +117,7 @@ def _is_replicated(bucket: Bucket, replicas: int, mesh: Mesh, axis: Axis) -> boo
 
 def _has_copies(bucket: Bucket, mesh: Mesh, axis: Axis) -> bool:
     # Decided by the parameters, not by this rank's shard of them: graphs do not depend on the rank.
-    return any(
-        _is_replicated(bucket, box.replicas, mesh, axis)
-        for slot in bucket.slots
-        for box in layout_of(slot.parameter).boxes(slot.name, mesh.tensor.rank)
-    )
+    return any(_is_replicated(bucket, box.replicas, mesh, axis) for box in bucket.parameter_boxes())
 
 
 def _checksum_weights(bucket: Bucket, mesh: Mesh, axis: Axis) -> Tensor:

@@ -78,21 +78,26 @@ class Rule(Protocol):
         """An updater of these buckets, all that have this rule."""
 
 
-@dataclass(frozen=True)
-class SignStep:
-    """Move weights by `size` against the sign of their gradient, whatever the learning rate is."""
+class ElementwiseRule:
+    """What all rules have in common that update each weight by itself."""
 
-    size: float
-    states: tuple[str, ...] = ()
-    clipped: bool = False
-    traffic: int = 8
-    exchanged: int = 0
+    exchanged = 0
 
     def multiply_adds(self, layout: Layout) -> int:
         return 0
 
     def rate(self, layout: Layout) -> float:
         return layout.rate
+
+
+@dataclass(frozen=True)
+class SignStep(ElementwiseRule):
+    """Move weights by `size` against the sign of their gradient, whatever the learning rate is."""
+
+    size: float
+    states: tuple[str, ...] = ()
+    clipped: bool = False
+    traffic: int = 8
 
     def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
         return _SignStepUpdater(self, arithmetic)

@@ -77,11 +77,7 @@ class RowFactors:
 def _chosen(bucket: Bucket, choose: ChooseFactors) -> Tensor | None:
     """The factor of each block, (blocks) int32; None if no rank's shard has rows with factors."""
     # Decided by the parameters, not by this rank's shard of them: graphs do not depend on the rank.
-    names = {
-        box.name
-        for slot in bucket.slots
-        for box in layout_of(slot.parameter).boxes(slot.name, bucket.mesh.tensor.rank)
-    }
+    names = {box.name for box in bucket.parameter_boxes()}
     rows = {name: found for name in names if (found := choose(name)) is not None}
     if not rows:
         return None
@@ -210,9 +206,8 @@ class ShardedAdamW:
         if (row_factors is None) != (self._row_factors is None):
             raise ValueError("step: row_factors are given exactly if the optimizer was made with row_factors")
         self.reduce()
-        clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
         self._gathers.wait()
-        square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in clipped])
+        square = self._square_norm(self._clipped_gradients())
         self.wait_for_copy()
         norm, skipped, divisor = self.arithmetic.clip(square, skip, self.steps, self.clip)
         rates: dict[float, float | Tensor] = {
@@ -282,11 +277,8 @@ class ShardedAdamW:
         for bucket in self.frozen_buckets:
             if not bucket.in_graph:
                 self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
-        clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
-        weights = [bucket.norm_weights for bucket in clipped]
-        square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in clipped], weights)
-        weights = [bucket.norm_weights for bucket in self.buckets]
-        self.arithmetic.root(self.arithmetic.square_norm([b.master for b in self.buckets], weights))
+        square = self._local_square_norm(self._clipped_gradients())
+        self.arithmetic.root(self._local_square_norm([(bucket, bucket.master) for bucket in self.buckets]))
         _, skipped, divisor = self.arithmetic.clip(
             square, torch.zeros_like(square, dtype=torch.bool), self.steps, self.clip
         )
@@ -310,9 +302,15 @@ class ShardedAdamW:
 
     def _square_norm(self, shards: Sequence[tuple[Bucket, Tensor]]) -> Tensor:
         """Squared norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
+        return collectives.all_reduce(self._local_square_norm(shards), self.mesh.world)
+
+    def _local_square_norm(self, shards: Sequence[tuple[Bucket, Tensor]]) -> Tensor:
         weights = [bucket.norm_weights for bucket, _ in shards]
-        local = self.arithmetic.square_norm([shard for _, shard in shards], weights)
-        return collectives.all_reduce(local, self.mesh.world)
+        return self.arithmetic.square_norm([shard for _, shard in shards], weights)
+
+    def _clipped_gradients(self) -> list[tuple[Bucket, Tensor]]:
+        """The shards of gradients that the gradient norm includes."""
+        return [(bucket, bucket.gradient_shard) for bucket in self.buckets if bucket.rule.clipped]
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """The boxes of global tensors in this rank's shards, each with its view of every state."""
