@@ -1,7 +1,7 @@
 """Hang watchdog: ends a rank whose training makes no progress, and dumps its stacks.
 
 If a rank waits forever for another, only the stacks of both show which one is at fault. Each rank watches itself: if it exceeds
-the timeout of its phase (timeouts.py), it writes the traceback of each thread to RUN/logs/stacks/rank_<n>.txt and torch's flight
+the timeout of its phase, it writes the traceback of each thread to RUN/logs/stacks/rank_<n>.txt and torch's flight
 recorder, if the backend keeps one, to rank_<n>.collectives (for `torchfrtrace`), and exits with code HUNG. The launcher then ends
 the other ranks. A rank that cannot do so, because it is stopped or blocked in native code that holds the GIL, is handled by the
 external watchdog (torchrun.py), or without one by faulthandler's C thread.
@@ -11,6 +11,15 @@ rank that is in another phase than a step advances a counter in the process grou
 no step times out. A second counter is advanced by the ranks whose compilers are running (`CompilerProcesses`); while it
 advances, no phase times out before MAX_EXTENSION. Ranks that die advance none, so they delay nothing.
 
+Timeouts, all extended up to MAX_EXTENSION while the compiler of a rank is running:
+
+    step         hang_factor · median step time + hang_seconds, at most the longest of all
+    compile      from the start until a median of steps is known
+    load, save, evaluate, data, report    PHASES
+
+The process group's timeout, `MARGIN` longer than the longest of these, ends a process without dumping stacks. It is longer if a
+rank may wait for the compiler of another one for hours.
+
 Cost: one lock per step, a new faulthandler thread every few seconds, and store traffic only in phases that take longer.
 """
 
@@ -19,23 +28,18 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
-from modeling.supervision.timeouts import (
-    COMPILE,
-    COMPILER_SECONDS,
-    MIN_STEPS,
-    REPORT,
-    STEP,
-    Timeouts,
-)
 from profiles.files.exit_codes import HANG_MESSAGE, HUNG
 
 if TYPE_CHECKING:
@@ -43,18 +47,61 @@ if TYPE_CHECKING:
 
 import psutil
 
+MIN_STEPS = 3  # needed for a median step time
+STEP = "step"
+COMPILE = "compile"
+REPORT = "report"
+PHASES = {  # seconds
+    COMPILE: 1800.0,
+    "load": 3600.0,
+    "save": 3600.0,
+    "evaluate": 3600.0,  # without a finished pass
+    "data": 1800.0,  # a batch that was not prefetched in time
+    REPORT: 1800.0,  # metrics, events and log lines: the shared file system may stall
+}
+MARGIN = 600.0  # seconds by which the process group's timeout exceeds the longest
+# after which a phase ends although a counter advances: a slow compiler compiles all graphs of a rank in less
+MAX_EXTENSION = 6 * 3600.0
 # keys of counters in the store
 BUSY = "trainshed/busy"
 COMPILING = "trainshed/compiling"
 POLL = 10.0  # maximum seconds between advances of the counters, and between polls of a rank's compilers
 RECENT = 120.0  # seconds after its compiler ran in which a rank counts as compiling: it traces the next graph
 BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank counts as busy
-MAX_EXTENSION = COMPILER_SECONDS  # after which a phase ends although a counter advances
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
 SHARE = 0.1  # of a core; idle compilers use less
 OTHERS = frozenset({"neuron-monitor"})  # names of children that are no compilers (telemetry.py)
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Timeouts of a run, in seconds.
+
+    Args:
+        factor: `cluster.hang_factor`, in median step times.
+        grace: `cluster.hang_seconds`; None: no watchdog, only the process group's timeout.
+        slow_compiler: whether compiling the graphs of a rank may take hours.
+    """
+
+    factor: float
+    grace: float | None
+    slow_compiler: bool = False
+
+    def of(self, phase: str, step_seconds: Sequence[float] = ()) -> float:
+        """The timeout of a phase; `step_seconds`: durations of the latest steps, needed for the phase STEP."""
+        if phase != STEP:
+            return PHASES[phase]
+        return min(self.factor * statistics.median(step_seconds) + (self.grace or 0.0), self._longest)
+
+    @property
+    def process_group(self) -> timedelta:
+        return timedelta(seconds=self._longest + MARGIN + self.slow_compiler * MAX_EXTENSION)
+
+    @property
+    def _longest(self) -> float:
+        return max(PHASES.values()) + (self.grace or 0.0)
 
 
 class Activity:

@@ -16,8 +16,9 @@ from modeling.compilation.graph_cache import COUNTS, PROGRAMS
 from modeling.models import qk_clip
 from modeling.models.build import build_optimizer, experts_by_layer, maxima_by_layer
 from modeling.models.language_model import LanguageModel
-from modeling.training import expert_load, generate, user_functions
+from modeling.training import generate, user_functions
 from modeling.training.anomalies import WINDOW
+from modeling.training.step import load_size
 from modeling.training.step_functions import StepFunctions
 from modeling.training.trainer import preference_settings
 from modeling.training.user_functions import UserFunction
@@ -121,7 +122,7 @@ def _rehearse_statistics(
     functions.multiply(functions.add(number(), number()), number())
     model, found = profile.model, experts_by_layer(stages)
     layers = model.num_layers
-    load = torch.zeros(expert_load.value_count(model), device=device)
+    load = torch.zeros(load_size(model), device=device)
     if found:
         tally = torch.zeros(required(model.num_experts) + EXTRA, device=device)
         functions.add(tally, torch.zeros_like(tally))

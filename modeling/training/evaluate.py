@@ -159,20 +159,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with start_job(options) as trainer:
-            evaluate_checkpoint(trainer, options)
+            step = load_checkpoint(trainer, options)
+            profile = trainer.profile
+            cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
+            samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
+            evaluate_into(options.output, trainer, samples, step, sets=options.sets)
     except locations.CorruptCheckpoint as error:
         log.error(f"rejected: {error}")
         return exit_codes.REJECTED
     return 0
-
-
-def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Evaluate a complete checkpoint and write the result. Raises ValueError if missing or corrupted."""
-    step = load_checkpoint(trainer, options)
-    profile = trainer.profile
-    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
-    samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
-    evaluate_into(options.output, trainer, samples, step, sets=options.sets)
 
 
 def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:

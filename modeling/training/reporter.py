@@ -16,9 +16,8 @@ from modeling.supervision.telemetry import Telemetry
 from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt, usual_step
 from modeling.training import multi_token
 from modeling.training.evaluate import Evaluation
-from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import MetricsWriter, record_event
-from modeling.training.step import StepRecord
+from modeling.training.step import ExpertLoad, StepRecord
 from modeling.training.trainer import Trainer
 from profiles.files import run_files, state_files
 

@@ -10,17 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modeling.models import qk_clip
 from modeling.supervision.stragglers import one_hot
-from modeling.training import expert_load
-from modeling.training.expert_load import ExpertLoad
 from modeling.training.trainer import Trainer
 from parallel.collectives import all_reduce, all_reduce_max
 from parallel.device import Download, Mark, upload
+from parallel.experts.balance import EXTRA
+from profiles.sections.model import Model
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Experts' load in a step (parallel/experts/balance.py): sums over backward passes and all ranks."""
+
+    loads: list[list[float]]  # tokens that chose each expert, by layer
+    # by layer: dropped choices, balance loss and z-loss, the losses without their coefficients
+    dropped: list[float]
+    balance_losses: list[float]
+    z_losses: list[float]
+
+    @property
+    def imbalance(self) -> list[float]:
+        """Load of the heaviest expert over the mean, by layer; 1 if balanced."""
+        return [max(row) * len(row) / max(sum(row), 1) for row in self.loads]
+
+    def metrics(self) -> dict[str, Any]:
+        """Metrics over all layers, and by layer."""
+        return {
+            "balance_loss": sum(self.balance_losses),
+            "router_z_loss": sum(self.z_losses),
+            "expert_load_max": max(self.imbalance),
+            "dropped_choices": sum(self.dropped),
+            "balance_loss_by_layer": self.balance_losses,
+            "expert_load_max_by_layer": self.imbalance,
+            "dropped_choices_by_layer": self.dropped,
+        }
 
 
 @dataclass(frozen=True)
@@ -42,6 +71,35 @@ class StepStatistics:
     clipped_heads: int | None = None  # with QK-clip: query heads whose largest logit was beyond the threshold
 
 
+def load_size(model: Model) -> int:
+    """Number of values that `take_expert_load` returns: 0 for a model without experts."""
+    return 0 if model.num_experts is None else model.num_layers * (model.num_experts + EXTRA)
+
+
+def take_expert_load(trainer: Trainer) -> Tensor:
+    """This rank's counts in the step's backward passes, flat on the device; resets them."""
+    model = trainer.profile.model
+    if model.num_experts is None:
+        return torch.empty(0, device=trainer.torch_device)
+    counts = {}
+    for layer, experts in trainer.experts.items():
+        if experts.statistics is not None:
+            counts[layer], experts.statistics = experts.statistics, None
+    if not counts:
+        return upload(torch.zeros(load_size(model)), trainer.torch_device)
+    return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_layers)
+
+
+def read_expert_load(sums: Sequence[float], layers: int) -> ExpertLoad | None:
+    """The load from sums over all ranks; None for a model without experts."""
+    if not sums:
+        return None
+    width = len(sums) // layers
+    rows = [list(sums[start : start + width]) for start in range(0, len(sums), width)]
+    extra = zip(*(row[-EXTRA:] for row in rows), strict=True)
+    return ExpertLoad([row[:-EXTRA] for row in rows], *map(list, extra))
+
+
 def reduce_statistics(
     trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float, differing: Tensor
 ) -> Tensor:
@@ -58,7 +116,7 @@ def reduce_statistics(
     # `pack` divides by the tensor degree, because most numbers are equal on all tensor ranks; this one is not.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
-    numbers = upload(on_host, loss.device), expert_load.take(trainer), trainer.module_losses, differing
+    numbers = upload(on_host, loss.device), take_expert_load(trainer), trainer.module_losses, differing
     return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
 
 
@@ -153,8 +211,8 @@ class QueuedStep:
             *rest, max_logit, clipped = rest
         *rest, differing = rest
         rest, modules = rest[: len(rest) - trainer.depth], rest[len(rest) - trainer.depth :]
-        end = len(rest) - expert_load.value_count(trainer.profile.model)
-        experts = expert_load.read(rest[end:], trainer.profile.model.num_layers)
+        end = len(rest) - load_size(trainer.profile.model)
+        experts = read_expert_load(rest[end:], trainer.profile.model.num_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
         counts = rest[:-ranks], rest[-ranks:]
         of_clip = max_logit, None if clipped is None else int(clipped) * (not skipped)

@@ -5,7 +5,7 @@ On devices that compile each operator at its first use, each of them is a compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,43 +19,32 @@ from modeling.training.preference import loss as preference
 from parallel.collectives import local_shard
 from parallel.logits import full_logits, soft_capped
 from parallel.loss import IGNORE_INDEX
+from parallel.optimizer.arithmetic import Compile, Programs
 
 if TYPE_CHECKING:
     from modeling.training.user_functions import UserFunction
     from parallel.mesh import Axis
-    from parallel.optimizer.arithmetic import Compile
 
 
-class StepFunctions:
+class StepFunctions(Programs):
     """Functions of this module, preference pairs and the anomaly guard, compiled if `compile` is given."""
 
-    shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
-    find_padding: Callable[[Tensor, Tensor], Tensor]
-    count_targets: Callable[..., tuple[Tensor, Tensor | None]]
-    pack_evaluation: Callable[[Tensor, Tensor], Tensor]
-    add: Callable[[Tensor, Tensor], Tensor]
-    multiply: Callable[[Tensor, Tensor], Tensor]
-    pack: Callable[..., Tensor]
-    join: Callable[..., Tensor]
-    to_table: Callable[..., Tensor]
-    logit_table: Callable[[Sequence[Tensor], tuple[int, ...], int, Axis], Tensor]
-    clip_logits: Callable[[Tensor, float, int], tuple[Tensor, Tensor, Tensor]]
-    clear: Callable[[Sequence[Tensor]], None]
-    set_loads: Callable[[Sequence[Tensor], Tensor, tuple[int, ...], int], None]
-    next_logits: Callable[..., Tensor]
-    user_sums: Callable[..., list[Tensor]]
-    stack: Callable[[Sequence[Tensor]], Tensor]
-    split_targets: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
-    log_probabilities: Callable[..., Tensor]
-    score_pairs: Callable[..., tuple[Tensor, Tensor | None]]
-    with_value: Callable[[Tensor, Tensor], Tensor]
-    concatenate: Callable[[Sequence[Tensor]], Tensor]
-    decide: Callable[..., Tensor]
-    record: Callable[..., None]
-
     def __init__(self, compile: Compile | None = None) -> None:
-        for function in FUNCTIONS:
-            setattr(self, function.__name__, compile(function) if compile else function)
+        super().__init__(compile)
+        prepare = self.prepare
+        self.shard, self.find_padding = prepare(shard), prepare(find_padding)
+        self.count_targets, self.pack_evaluation = prepare(count_targets), prepare(pack_evaluation)
+        self.add, self.multiply = prepare(add), prepare(multiply)
+        self.pack, self.join = prepare(pack), prepare(join)
+        self.to_table, self.clear, self.set_loads = prepare(to_table), prepare(clear), prepare(set_loads)
+        self.logit_table, self.clip_logits = prepare(logit_table), prepare(clip_logits)
+        self.next_logits = prepare(next_logits)
+        self.user_sums, self.stack = prepare(user_sums), prepare(stack)
+        self.split_targets = prepare(preference.split_targets)
+        self.log_probabilities = prepare(preference.log_probabilities)
+        self.score_pairs = prepare(preference.score_pairs)
+        self.with_value, self.concatenate = prepare(preference.with_value), prepare(preference.concatenate)
+        self.decide, self.record = prepare(decide), prepare(record)
 
 
 def shard(
@@ -219,12 +208,3 @@ def user_sums(
 def stack(sums: Sequence[Tensor]) -> Tensor:
     """0-dim sums as a vector, float32."""
     return torch.stack([each.float() for each in sums])
-
-
-FUNCTIONS = (
-    *(shard, find_padding, count_targets, pack_evaluation, add, multiply, pack, join, to_table, clear),
-    *(logit_table, clip_logits, set_loads, next_logits, user_sums, stack),
-    *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
-    *(preference.with_value, preference.concatenate),
-    *(decide, record),
-)

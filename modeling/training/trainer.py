@@ -44,7 +44,7 @@ from modeling.models.build import (
     partition_layers,
 )
 from modeling.models.language_model import LanguageModel
-from modeling.supervision.timeouts import Timeouts
+from modeling.supervision.watchdog import Timeouts
 from modeling.training import multi_token, user_functions
 from modeling.training.multi_token import MultiTokenLoss
 from modeling.training.outputs import (

@@ -19,29 +19,37 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a compiled version of a function."""
 
 
-class Arithmetic:
-    """The functions of this module, compiled if the device needs it.
+class Programs:
+    """Functions that are compiled if the device needs it.
 
     Args:
         compile: compiles a function; None for devices with a kernel for each operator.
+    """
+
+    def __init__(self, compile: Compile | None = None) -> None:
+        self.compiled, self._compile = compile is not None, compile
+
+    def prepare(self, function: F) -> F:
+        """A function, compiled if the device needs it."""
+        prepared: Any = self._compile(function) if self._compile else function  # with the same arguments
+        return prepared
+
+
+class Arithmetic(Programs):
+    """The functions of this module, and those of rules.
 
     Attributes:
         update: compiled `adamw.update`; None for a kernel, if there is one for the device.
     """
 
     def __init__(self, compile: Compile | None = None) -> None:
-        self.compiled, self._compile = compile is not None, compile
+        super().__init__(compile)
         prepare = self.prepare
         self.assign, self.add, self.clear = prepare(assign), prepare(add), prepare(clear)
         self.square_norm, self.root, self.clip = prepare(square_norm), prepare(root), prepare(clip)
         self.sign_step = prepare(sign_step)
         self.checksums, self.count_differing = prepare(checksums), prepare(count_differing)
         self.update: Update | None = compile(update) if compile else None
-
-    def prepare(self, function: F) -> F:
-        """A function of a rule, compiled if the device needs it."""
-        prepared: Any = self._compile(function) if self._compile else function  # with the same arguments
-        return prepared
 
 
 def assign(target: Tensor, source: Tensor) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from modeling.supervision import profiling
 from modeling.supervision.telemetry import neuron_readings
 from modeling.training import multi_token
-from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
+from modeling.training.step import ExpertLoad
 from parallel.checkpoint import locations
 from profiles import resolve
 from profiles.files import retry_policies, run_files

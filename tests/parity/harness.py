@@ -19,8 +19,7 @@ from torch import Tensor
 
 from modeling.data.prefetch import Batch
 from modeling.data.records import PADDING
-from modeling.training import expert_load
-from modeling.training.step import take_logit_clip
+from modeling.training.step import take_expert_load, take_logit_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW, collectives
@@ -253,7 +252,7 @@ class Results:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    router: list[float] = field(default_factory=list)  # expert_load.take, summed over ranks
+    router: list[float] = field(default_factory=list)  # take_expert_load, summed over ranks
     modules: list[float] = field(default_factory=list)  # losses of multi-token prediction
     logits: list[float] = field(
         default_factory=list
@@ -356,7 +355,7 @@ def _train(
                 step=step + 1,
                 pairs_per_token=1 / SEQUENCE,
             )
-            results.router += trainer.sum(expert_load.take(trainer)).tolist()
+            results.router += trainer.sum(take_expert_load(trainer)).tolist()
             results.modules += trainer.sum(trainer.module_losses).tolist()
             if step == steps[0]:
                 optimizer.reduce()

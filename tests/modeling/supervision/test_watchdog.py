@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from modeling.supervision import watchdog
-from modeling.supervision.timeouts import COMPILE, PHASES, REPORT, STEP, Timeouts
+from modeling.supervision.watchdog import COMPILE, PHASES, REPORT, STEP, Timeouts
 from profiles.files import exit_codes
 from tests.forkserver import forkserver
 from tests.slurm.conftest import until
@@ -44,8 +44,7 @@ time.sleep(20)
 # Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
-from modeling.supervision.timeouts import Timeouts
-from modeling.supervision.watchdog import Watchdog
+from modeling.supervision.watchdog import Timeouts, Watchdog
 
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
