@@ -37,7 +37,7 @@ SIZES = {
     "alerts": (1200, 760),
     "trackers": (1200, 760),
     "ladder": (1000, 1130),
-    "mixture": (1000, 1480),
+    "mixture": (1000, 1350),
     "branches": (1000, 1130),
     "evaluations": (1000, 1130),
     "series": (1000, 1130),
