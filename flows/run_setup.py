@@ -15,7 +15,7 @@ from flows.runner import Runner
 from flows.server.secrets import hub_token
 from flows.start_checks import RunCommand, admit, suggest_commands
 from flows.ui.overview import Overview
-from flows.ui.progress import TrainingProgress, progress_reporter
+from flows.ui.progress import ProgressReporter, TrainingProgress
 from flows.ui.summaries import inputs_summary, plan_summary
 from modeling.planning import planner
 from profiles import resolve as resolve_profile
@@ -89,11 +89,13 @@ def resolve_inputs(
         data_only: see `inputs.resolve`.
     """
     context = runner.context
-    progress = progress_reporter("inputs", f"{context.profile.name}: progress of resolve")
+    progress = ProgressReporter("inputs", f"{context.profile.name}: progress of resolve")
 
     def work() -> Inputs:
         known = lockfile if lockfile is None or keep_exports else lockfile.without_exports()
-        return resolve(context.profile, context.store, context.token, known, progress, data_only=data_only)
+        found = resolve(context.profile, context.store, context.token, known, progress, data_only=data_only)
+        progress.finish()
+        return found
 
     inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
     runner.context = replace_fields(context, resolved=inputs)

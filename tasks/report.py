@@ -82,6 +82,7 @@ def write_report(
     facts = {
         "run": profile.name,
         "description": profile.description,
+        "parent": (state_files.read_json(folder / run_files.IDENTITY) or {}).get("parent"),  # of a fork
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": _versions(),
         "plan": dict(plan),

@@ -35,7 +35,7 @@ from flows.runner.retries import StepRetries, retry_options
 from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
 from flows.ui.console import log_waiting
-from flows.ui.progress import progress_reporter
+from flows.ui.progress import ProgressReporter
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
@@ -102,7 +102,7 @@ class StepTask:
     ) -> Task[..., Any]:
         step, profile = self.step, context.profile
         key = step.key(context)
-        progress = progress_reporter(step.kind, f"{profile.name}: progress of {step.name}")
+        progress = ProgressReporter(step.kind, f"{profile.name}: progress of {step.name}")
         context = replace(context, progress=progress, table=show_table, map=map_items)
 
         def count(state: State) -> None:
@@ -120,6 +120,7 @@ class StepTask:
                     if found is None:
                         log_waiting(log, step.title(profile))
                     self.artifact, self.cached = found or step.run(context, key), found is not None
+                    progress.finish()
             except STOPS as stop:
                 self.stop = stop
                 return Cancelled(name=STOPPED)

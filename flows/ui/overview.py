@@ -96,7 +96,7 @@ def failure_markdown(
 def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequence[int]) -> str:
     if isinstance(failure, ProfileError):
         change = f", for instance to `{failure.choices[0]}`" if failure.choices else ""
-        return f"change `{failure.key}`{change} and start the run again. Completed steps are not repeated."
+        return f"change `{failure.key}`{change}, and start the run again. Completed steps are not repeated."
     if isinstance(failure, FatalError):
         action = "change what the message names, and start the run again. The same run would fail again."
         return f"{action} The job logs are in `{logs}`." if logs else action

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,30 @@ log = logging.getLogger(__name__)
 LINE_SECONDS = 1.0  # between progress lines
 
 
-def progress_reporter(key: str, description: str) -> Callable[[str, float | None], None]:
+class ProgressReporter:
     """A callback that logs what a step is doing and shows the completed fraction in a progress bar.
 
     No fraction is shown while it is 0, because 0% for minutes looks hung.
     """
-    bar = progress_bar(key, description)
 
-    def report(text: str, fraction: float | None) -> None:
+    def __init__(self, key: str, description: str) -> None:
+        self._bar, self._fraction = progress_bar(key, description), 0.0
+
+    def __call__(self, text: str, fraction: float | None) -> None:
         if not fraction:
             log_progress(log, text)
         else:
             log_progress(log, text, f"{fraction:.0%}")
-            bar(fraction)
+            self._show(fraction)
 
-    return report
+    def finish(self) -> None:
+        """Complete the bar of a step that is done, whose last fraction is that before its last part."""
+        if 0 < self._fraction < 1:
+            self._show(1.0)
+
+    def _show(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._bar(fraction)
 
 
 class TrainingProgress:

@@ -17,12 +17,12 @@ from profiles.files import run_files, state_files
 from tasks.continual import series
 from tasks.continual.gates import RISES, Row, Verdict
 from tasks.continual.series import Promoted
-from tasks.fleet.fleet import read_run
+from tasks.fleet.fleet import RunView, read_run
 from tasks.inputs import EXPORT
 from tasks.store import activities, ledger
 from tasks.store.store import Store
 
-PROMOTED, NOT_PROMOTED, UNFINISHED, FIRST = "promoted", "not promoted", "unfinished", "first run"
+PROMOTED, NOT_PROMOTED, FIRST = "promoted", "not promoted", "first run"
 NUMBER = re.compile(r"-round-(\d+)(?:~(\d+))?$")
 
 
@@ -31,6 +31,7 @@ class Round:
     """A round of a series, or its first run.
 
     Attributes:
+        outcome: promoted, not promoted or first run; before it was judged, its run's state.
         rows: what was measured before and after, with the gates; empty before it was judged.
         seconds: that its jobs held their nodes.
     """
@@ -109,7 +110,7 @@ def read_series(store: Store, name: str) -> Series:
         runs = [run for run, entry in store.backend.entries("runs").items() if entry.is_folder]
         reason = f"is no series in {store.uri}: no run of this name was trained to its end and exported"
         raise ProfileError("name", name, reason, closest(name, _started(runs)))
-    rounds = [Round(name, 0, FIRST, **_facts(store, name), current=promoted.run == name)]
+    rounds = [Round(name, 0, FIRST, **_facts(read_run(store, name)), current=promoted.run == name)]
     for run, number in _rounds(store, name):
         found = _read(store, run, number, promoted)
         if found is not None:
@@ -189,15 +190,15 @@ def _read(store: Store, run: str, number: int, promoted: Promoted) -> Round | No
     facts = state_files.require_json(data, location) if data is not None else {}
     if facts and facts.get("dataset") != promoted.dataset:
         return None
-    outcome = facts.get("outcome", UNFINISHED)
+    view = read_run(store, run)
+    outcome = facts.get("outcome", view.shown_state)
     known = {name: facts[name] for name in ("base", "reason", "tokens", "replay", "time") if name in facts}
     rows = [Row(**row) for row in facts.get("rows", ())]
-    return Round(run, number, outcome, **known, rows=rows, **_facts(store, run), current=run == promoted.run)
+    return Round(run, number, outcome, **known, rows=rows, **_facts(view), current=run == promoted.run)
 
 
-def _facts(store: Store, run: str) -> dict[str, Any]:
+def _facts(view: RunView) -> dict[str, Any]:
     """Time and cost of a run; nothing if its files cannot be read."""
-    view = read_run(store, run)
     return {"seconds": view.use.total or None, "cost": view.cost}
 
 

@@ -150,7 +150,7 @@ def svg(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: boo
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + left + 30:.0f} {HEIGHT + 110:.0f}">',
         "<style>path{fill:none;vector-effect:non-scaling-stroke;stroke-linejoin:round}"
         f".grid{{stroke:{MUTED};stroke-opacity:.35;stroke-width:1}}.line{{stroke-width:2}}"
-        ".dots{stroke-width:9;stroke-linecap:round}"
+        ".dots{stroke-width:9;stroke-linecap:round;vector-effect:none}"  # smaller with the image
         + "".join(f".{name}{{stroke:{colour}}}" for name, colour in COLOURS.items())
         + f'</style><g transform="translate({left:.0f},{top:.0f})">{frame.svg_paths(shown)}</g>',
     ]

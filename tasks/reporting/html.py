@@ -11,6 +11,7 @@ from string import Template
 from profiles.files import state_files
 
 NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped, and of a word that is not broken
+FIGURE_LENGTH = 20  # characters of a key figure that has no row of its own
 INTERVAL = re.compile(r"[-+]?\d\S*( \w+illion)? (–|to|→|±) .{,20}")  # wrapped only on a phone
 
 
@@ -40,15 +41,23 @@ def section(heading: str, *contents: str) -> str:
 
 
 def key_figures(values: Mapping[str, str]) -> str:
-    """Values in large type, each above its name."""
-    shown = "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in values.items())
+    """Values in large type, each above its name; a long one, such as a run's name, has a row of its own."""
+    shown = "".join(
+        f"<div{' class=row' * (len(v) > FIGURE_LENGTH)}><b>{escape(v)}</b><span>{escape(k)}</span></div>"
+        for k, v in values.items()
+    )
     return f'<div class="figures">{shown}</div>'
 
 
 def properties(values: Mapping[str, str]) -> str:
     """A table of names and values; "" without values."""
-    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in values.items())
+    rows = "".join(f"<tr><th>{_name(k)}</th><td>{escape(v)}</td></tr>" for k, v in values.items())
     return f'<table class="facts">{rows}</table>' if rows else ""
+
+
+def _name(text: str) -> str:
+    """A name, which may be wrapped after each slash."""
+    return escape(text).replace("/", "/<wbr>")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

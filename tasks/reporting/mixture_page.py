@@ -19,13 +19,11 @@ LEFT_OUT = "Error of proxies left out: that of forecasting each proxy's loss fro
 def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
     """The page, from a mixture and the contents of its proposal."""
     mean = proposal["losses"][-1]
+    interval = format_interval(mean["change_interval"], "+z.4f", "to")
     figures = {
         "mean loss, proposed": f"{mean['loss']:.4f}",
         "mean loss, natural": f"{mean['natural']:.4f}",
-        "change": f"{mean['change']:+z.4f}",
-        f"{proposal['share']:.0%} interval of the change": format_interval(
-            mean["change_interval"], "+z.4f", "to"
-        ),
+        f"change, {proposal['share']:.0%} interval {interval}": f"{mean['change']:+z.4f}",
     }
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
     return html.page(

@@ -55,7 +55,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("", html.key_figures(_key_figures(profile, facts))),
             html.section("Warnings", *(html.paragraph(f"{text}.") for text in facts["warnings"])),
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
-            html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
+            html.section("Loss", *_loss(profile, facts, history)),
             html.section("Learning rate and gradient norm", _optimization(history)),
             html.section("Validation loss by data source", *_sources(history)),
             html.section("Evaluations of checkpoints", *_checkpoints(facts.get("evaluations", []))),
@@ -118,6 +118,17 @@ def _step(outcome: Mapping[str, Any]) -> str:
         f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
         f"<small>{escape(how)}{timing}</small>{note}</li>"
     )
+
+
+def _loss(profile: Profile, facts: Mapping[str, Any], history: History) -> list[str]:
+    """The chart and, below that of a fork, which of its steps another run trained."""
+    chart = line_chart(history.loss_series(profile), x_label="step", y_label="loss")
+    if not (parent := facts.get("parent")):
+        return [chart]
+    note = (
+        f"Forked from {parent['run']}@{parent['step']}: that run trained the steps up to {parent['step']:,}."
+    )
+    return [chart, html.paragraph(note, muted=True)]
 
 
 def _optimization(history: History) -> str:

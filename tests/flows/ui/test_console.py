@@ -10,7 +10,7 @@ from rich.console import Console
 from flows.ui import console, progress
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.console import ProgressFilter, TerminalHandler
-from flows.ui.progress import TrainingProgress, progress_reporter, step_parts
+from flows.ui.progress import ProgressReporter, TrainingProgress, step_parts
 from profiles import resolve
 from tests.profiles.pair import PAIR
 
@@ -85,7 +85,7 @@ def test_part_wider_than_the_terminal_is_truncated(shown):
 
 def test_work_of_unknown_length_shows_a_spinner_and_elapsed_time(shown, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    progress_reporter("graphs", "Progress")("tracing the programs of the run", 0.0)
+    ProgressReporter("graphs", "Progress")("tracing the programs of the run", 0.0)
     console.log_waiting(logging.getLogger("flows"), "train tiny to step 900")  # the job starts
     record, waiting = caplog.records
     assert "⠋ train tiny to step 900" in shown(waiting.progress, 80)
@@ -103,6 +103,19 @@ def test_only_long_waits_are_shown(monkeypatch, capsys, longest):
     with console.waiting(lambda: "loading"):
         pass
     assert ("loading  0.0 s" in capsys.readouterr().err) == (not longest)
+
+
+def test_bar_of_a_step_that_is_done_is_complete(monkeypatch):
+    bars = []
+    monkeypatch.setattr(PrefectArtifact, "update", lambda self, render, *, now: bars.append((render(), now)))
+    progress = ProgressReporter("inputs", "Progress")
+    progress("listing source 1 of 2", 0.0)
+    progress.finish()
+    assert bars == []  # it was over before there was a bar
+    progress("listing source 2 of 2", 0.5)
+    progress.finish()
+    progress.finish()
+    assert bars == [(50.0, False), (100.0, True)]
 
 
 def test_progress_is_throttled_and_other_records_are_not(monkeypatch):

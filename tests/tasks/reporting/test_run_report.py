@@ -17,6 +17,8 @@ from tests.tasks.reporting.run_folders import WellFormed, write_report, write_ru
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "it's here" / "first"
     write_run(folder)
+    parent = {"run": "<first>", "identity": "x", "step": 50}
+    (folder / "run.json").write_text(json.dumps({"identity": "y", "id": "z", "parent": parent}))
     return write_report(folder)
 
 
@@ -54,6 +56,7 @@ def test_report_is_well_formed_and_complete(page):
         *("2.14 MiB, 3.58 bytes per token", "1,200 too short, 3 duplicates"),
         "the tokenizer has 583 tokens instead of 4,096",
         "the validation loss rose by 5%, from 7.0000 at step 50 to 7.3500 at step 100",
+        "Forked from <first>@50: that run trained the steps up to 50.",
         *("validation loss on 4 batches", "Evaluation on the whole validation split", "7.4000"),
         *("memory of rank 0, MiB", "learning rate", "gradient norm"),
         *("2027-01-15", "loss is <nan>", "Skipped steps: 1.", "To be or <b>not</b>"),

@@ -105,6 +105,13 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
         "promoted",
     ]
     assert found["rounds"][3]["rows"][0]["after"] == 1.01
+    round_json = series.run_folder("nightly-round-2~1").path / "round.json"
+    judged = round_json.read_bytes()
+    round_json.unlink()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rounds"][2]["outcome"] == "replaced"  # the state of a run that was not judged
+    round_json.write_bytes(judged)
     shown = series_markdown(rounds.read_series(series, "nightly"), "page")
     assert shown.count("\n| round-") == 3
     assert "| loss on new text |\n" in shown
