@@ -146,7 +146,8 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         run = schedule.of_round(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
         # The line of the dataset step is on all data of the series.
-        log.info("%s trains on new data: %s", name, DatasetStep(tokenizer).describe(dataset.summary))
+        describes = DatasetStep(tokenizer).describe(dataset.summary)
+        log.info("%s trains on new data, with the held-out text of all rounds: %s", name, describes)
         frozen = series.frozen_weights(store, profile)
         for used in filter(None, (dataset, frozen)):
             runner.record_use(used)

@@ -57,7 +57,8 @@ def run_side_by_side(
     training, done = set[str](), set[str]()
 
     def show() -> None:
-        log_waiting(log, f"training {len(training)} of {counted(len(runs), 'run')}, {len(done)} done")
+        names = ", ".join(sorted(training))
+        log_waiting(log, f"{len(done)} of {counted(len(runs), 'run')} done, training {names}")
 
     def work(run: PlannedRun) -> dict[str, Any]:
         nonlocal free
