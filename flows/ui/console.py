@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -37,6 +38,7 @@ PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is
 SHORT_WAIT = 0.3  # seconds until `waiting` shows what it waits for, so that short waits do not flash
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 PIPED_WIDTH = 200  # of a table where standard output is not a terminal
+COMMAND = re.compile(r"(?<!`)trainshed \w|pip install|make \w| --\w")  # in a message
 SEPARATOR = "  "  # between the parts of a progress line
 
 
@@ -59,7 +61,7 @@ class TerminalHandler(logging.Handler):
     """Print the records of Trainshed's packages.
 
     A record with `progress`, the parts of its text, replaces the previous one. On a terminal, a record with `indent` is wrapped
-    between words at that column; others are left to the terminal, so that a long command can be copied in one piece.
+    between words at that column; others by `fold`.
     """
 
     def __init__(self, console: Console) -> None:
@@ -81,8 +83,11 @@ class TerminalHandler(logging.Handler):
         style = "yellow" if record.levelno >= logging.WARNING else ""
         style = "red" if record.levelno >= logging.ERROR else style
         message = record.getMessage()
-        if self.console.is_terminal and (indent := getattr(record, "indent", 0)):
-            message = wrap(message, self.console.width, indent)
+        if self.console.is_terminal:
+            indent = getattr(record, "indent", 0)
+            message = (
+                wrap(message, self.console.width, indent) if indent else fold(message, self.console.width)
+            )
         self.console.print(Text(message, style), soft_wrap=True)
 
     def _show_progress(self, record: logging.LogRecord, parts: Sequence[str]) -> None:
@@ -149,6 +154,11 @@ def wrap(line: str, width: int, indent: int) -> str:
         break_on_hyphens=False,
     )
     return line[:indent] + wrapped[indent:]
+
+
+def fold(text: str, width: int) -> str:
+    """Wrap lines between words, except those with a command, which can be copied in one piece."""
+    return "\n".join(line if COMMAND.search(line) else wrap(line, width, 0) for line in text.split("\n"))
 
 
 def log_outcome(log: logging.Logger, outcome: Outcome) -> None:
@@ -328,7 +338,10 @@ def print_facts(console: Console, facts: Mapping[str, object]) -> None:
 
 
 def print_stderr(text: str) -> None:
-    """Print a line on standard error."""
+    """Print lines on standard error; a terminal shows messages wrapped between words."""
+    with contextlib.suppress(OSError, ValueError):  # standard error is no file, or closed
+        if sys.stderr.isatty():
+            text = fold(text, os.get_terminal_size(sys.stderr.fileno()).columns)
     print(text, file=sys.stderr, flush=True)
 
 

@@ -100,7 +100,7 @@ def _cells(each: Round) -> tuple[str, ...]:
     """Texts of a round's line, by HEADINGS."""
     return (
         each.name,
-        each.outcome + (", current" if each.current else ""),
+        each.outcome + (", current" if each.current else ", rolled back" if each.rolled_back else ""),
         short_name(each.base) if each.base else "",
         "" if each.tokens is None else format_count(each.tokens),
         "" if each.replay is None else format_share(each.replay),

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from profiles.errors import ProfileError, closest
@@ -48,6 +48,7 @@ class Round:
     seconds: float | None = None
     cost: float | None = None
     current: bool = False  # whether its model is the promoted one
+    rolled_back: bool = False  # whether it was promoted, and an earlier model was promoted again
 
     @property
     def name(self) -> str:
@@ -115,7 +116,17 @@ def read_series(store: Store, name: str) -> Series:
         found = _read(store, run, number, promoted)
         if found is not None:
             rounds.append(found)
-    return Series(name, promoted, rounds)
+    return Series(name, promoted, _with_rolled_back(rounds, promoted.run))
+
+
+def _with_rolled_back(rounds: Sequence[Round], current: str) -> list[Round]:
+    """The rounds, those marked that were promoted and do not lead to the promoted model any more."""
+    bases, ancestors = {each.run: each.base for each in rounds}, [current]
+    while (base := bases.get(ancestors[-1])) and base not in ancestors:
+        ancestors.append(base)
+    return [
+        replace(each, rolled_back=each.outcome == PROMOTED and each.run not in ancestors) for each in rounds
+    ]
 
 
 def find_earlier(store: Store, name: str, run: str) -> Promoted:

@@ -76,6 +76,11 @@ def test_step_notes_wrap_between_words_with_a_hanging_indent(shown):
     assert (
         seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB per device\n"
     )
+    assert console.fold("the loss rose; run the same command again", 24) == (
+        "the loss rose; run the\nsame command again"
+    )
+    command = "to convert it: trainshed convert store/runs/tiny model"
+    assert console.fold(command, 24) == command
 
 
 def test_part_wider_than_the_terminal_is_truncated(shown):

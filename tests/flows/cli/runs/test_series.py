@@ -133,6 +133,7 @@ def test_promote_makes_an_earlier_model_the_promoted_one(series, capsys):
     found = rounds.read_series(series, "nightly")
     assert [each.run for each in found.rounds if each.current] == ["nightly-round-1"]
     assert "nightly-round-1</b>" in render(found)
+    assert "promoted, rolled back" in render(found)
 
     _, first = promote_earlier(series, "nightly", "nightly")
     assert (first.round, first.held_out, first.next_round) == (0, "", 3)
