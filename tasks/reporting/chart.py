@@ -58,7 +58,7 @@ def line_chart(
     Args:
         from_zero: start the y axis at 0.
         x_exponents: the x values are base-10 logarithms; ticks are powers of ten.
-        x_integers: ticks of the x axis are integers.
+        x_integers: ticks of the x axis are integers, as they are if all x values are.
     """
     shown = _finite(series)
     if not shown:
@@ -190,7 +190,8 @@ class Frame:
         """The smallest frame with round ticks that contains all points."""
         xs = [x for line in series for x, _ in line.points]
         ys = [y for line in series for _, y in line.points]
-        x_ticks = (integer_ticks if x_integers else ticks)(min(xs), max(xs))
+        whole = x_integers or all(float(x).is_integer() for x in xs)  # such as steps
+        x_ticks = (integer_ticks if whole else ticks)(min(xs), max(xs))
         return cls(x_ticks, ticks(min(0.0, *ys) if from_zero else min(ys), max(ys)))
 
     def svg_paths(self, series: Sequence[Series]) -> str:
@@ -203,7 +204,9 @@ class Frame:
             positions = self.positions(line.points)
             if line.joined:
                 parts.append(f'<path class="line {line.style}" d="M{"L".join(positions)}"/>')
-            if line.dots:  # lines of length 0 with round caps stay round when the plot is stretched
+            if (
+                line.dots or len(positions) == 1
+            ):  # lines of length 0 with round caps stay round when the plot is stretched
                 dots = "".join(f"M{position}h0" for position in positions)
                 parts.append(f'<path class="dots {line.style}" d="{dots}"/>')
         return "".join(parts)

@@ -51,11 +51,11 @@ def key_figures(values: Mapping[str, str]) -> str:
 
 def properties(values: Mapping[str, str]) -> str:
     """A table of names and values; "" without values."""
-    rows = "".join(f"<tr><th>{_name(k)}</th><td>{escape(v)}</td></tr>" for k, v in values.items())
+    rows = "".join(f"<tr><th>{_breakable(k)}</th><td>{escape(v)}</td></tr>" for k, v in values.items())
     return f'<table class="facts">{rows}</table>' if rows else ""
 
 
-def _name(text: str) -> str:
+def _breakable(text: str) -> str:
     """A name, which may be wrapped after each slash."""
     return escape(text).replace("/", "/<wbr>")
 
@@ -64,7 +64,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a header row, which scrolls on narrow pages; "" without rows."""
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    head = "".join(f"<th>{_breakable(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

@@ -140,7 +140,7 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     assert not [*(store / "work").glob("evaluate-*")]
     report = (store / "runs/run/report.html").read_text()
     assert "Evaluations of checkpoints" in report
-    assert "lm_eval/endings/acc" in report
+    assert "lm_eval/<wbr>endings/<wbr>acc" in report
 
 
 def test_round_is_promoted_by_its_score_on_a_task_of_a_folder(trained, profile, tasks, tmp_path, monkeypatch):

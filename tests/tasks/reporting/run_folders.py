@@ -12,7 +12,7 @@ from tasks import report
 from tasks.reporting.outcome import Outcome
 from tests.profiles.pair import PAIR
 
-VOID = {"meta", "link", "br", "img", "input"}
+VOID = {"meta", "wbr", "link", "br", "img", "input"}
 TRACED = {
     "programs": [
         {"name": "block, training", "graphs": [{"flops": 10**9}, {"flops": 2 * 10**9}]},

@@ -33,6 +33,11 @@ def test_chart_skips_non_finite_points_and_stays_inside_the_plot():
     assert len(positions) == 2
     assert all(0 <= float(x) <= 1000 and 0 <= float(y) <= 400 for x, y in positions)
     assert "nan" not in chart
+    chart = line_chart(
+        [Series("loss", "training", [(1, 8.0), (2, math.nan)])], x_label="step", y_label="loss"
+    )
+    assert 'class="dots training" d="M0.0,' in chart  # a line of one point would be invisible
+    assert re.findall(r"<b>(.+?)</b>", chart) == ["1", "2"]  # no half steps
 
 
 def test_a_single_line_with_the_name_of_its_axis_has_no_legend():

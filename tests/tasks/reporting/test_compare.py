@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 from flows.cli.main import main
+from flows.ui import console
 from profiles import resolve
 from tests.profiles.pair import PAIR
 from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
@@ -41,6 +42,7 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     capsys.readouterr()
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    monkeypatch.setattr(console, "SHORT_WAIT", 0.0)
     assert main(["compare", *["first", "first~1"] * 3]) == 0
     out, err = capsys.readouterr()
     assert "reading the runs" in err  # which takes seconds for long ones
