@@ -44,6 +44,7 @@ import torch
 from benchmarks.gpu_lease import lease
 from benchmarks.gpu_lease import rows as lease_rows
 from benchmarks.harness.timing import make_parser, print_table
+from benchmarks.harness.workload import full_depth_speed
 from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, RANKS, SMALL_HEADS
 from benchmarks.rows.checks import DeviceChecks, MarkedTests
@@ -173,7 +174,7 @@ SUFFIXES = {"bf16": "", "FP8": "-fp8"}  # of the names of rows, by precision
 # Profile whose kernels are also checked: a mixture of experts, which no row trains.
 EXPERTS, SMALL_EXPERTS = "mixtral-8x7b-h100", "tiny-moe"
 MFU_TARGET = 0.50  # at 1B
-DEPTH, SPEED_TARGET = 32, 6667  # layers of Llama 3 8B, and tokens/s per GPU
+SPEED_TARGET = 6667  # tokens/s per GPU of 8B with all its layers
 PLANNED = ("1b", "1b-fp8", "8b-layers", "8b-layers-fp8")  # rows whose step time is compared with the plan
 PLAN_TOLERANCE = 0.10
 
@@ -237,7 +238,7 @@ def main() -> int:
     }
     speeds = [speed for pair in trained.values() for speed in training_speeds(*pair)]
     measured = {name: result for name, (_, result) in trained.items()}
-    depths = {precision: full_depth_speed(measured, suffix) for precision, suffix in SUFFIXES.items()}
+    depths = {precision: full_depth(measured, suffix) for precision, suffix in SUFFIXES.items()}
     figures = [*speed_figures(speeds, depths), *plan_figures(trained)]
     if options.json:
         document = {"machine": machine(card), "rows": [result.to_json() for result in results]}
@@ -339,22 +340,13 @@ def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[
         yield {"row": comparison.name, "side": side, "tokens_per_second": speed, "mfu": mfu}
 
 
-def full_depth_speed(results: Mapping[str, Result], suffix: str = "") -> float | None:
-    """Tokens/s per GPU of the 8B model with all its layers, extrapolated linearly from its 2 and 4 layers.
-
-    Args:
-        suffix: of the rows' names.
-
-    Returns:
-        None without both rows, or if 4 layers were not slower than 2.
-    """
+def full_depth(results: Mapping[str, Result], suffix: str) -> float | None:
+    """`full_depth_speed` by the rows of 2 and 4 layers with this suffix; None without both."""
     names = [f"{name}{suffix}" for name in ("8b-2-layers", "8b-layers")]
     if not {*names} <= results.keys():
         return None
     two, four = (statistics.median(results[name].ours) for name in names)
-    if four <= two:
-        return None
-    return required(results[names[1]].tokens) / (four + (DEPTH - 4) * (four - two) / 2)
+    return full_depth_speed(required(results[names[1]].tokens), two, four)
 
 
 def speed_figures(

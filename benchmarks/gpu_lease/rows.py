@@ -11,12 +11,12 @@ lora-8b, long context         8B with LoRA on one card; 2 layers of 8B at 128k t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu_lease.lease import Machine, Row
+from benchmarks.harness.processes import Measurement, largest_difference
 from benchmarks.rows.checks import MarkedTests
 from benchmarks.training_steps import ours
 from modeling.models.flops import flops_per_token
@@ -62,13 +62,13 @@ def training(machine: Machine, workload: str, *more: str, compiled: bool = True,
     if compiled and not machine.rehearse:
         given += ["--graphs", str(machine.graphs)]
     result = machine.run(OURS, *given, limit=COMPILES)
-    seconds = statistics.median(result["seconds"])
+    seconds = result.median_seconds()
     profile = ours.make_profile(ours.parser().parse_args(given), 1)
     speed = profile.step_tokens / seconds
     figures = {"ms": round(1e3 * seconds, 2), "tokens_per_second": round(speed)}
     if peak := devices.resolve(machine.device).peak("bf16"):
         figures["mfu"] = round(speed * flops_per_token(profile) / peak, 4)
-    return {**figures, "losses": result["losses"], "peak_gib": round(result.get("peak_bytes", 0) / 2**30, 2)}
+    return {**figures, "losses": result.losses, "peak_gib": round(result.peak_bytes / 2**30, 2)}
 
 
 def ranks(machine: Machine, count: int, options: Sequence[str]) -> Figures:
@@ -76,16 +76,15 @@ def ranks(machine: Machine, count: int, options: Sequence[str]) -> Figures:
     workload = "mixtral" if "--expert" in options else "small"
     workload = f"tiny-{workload}".removesuffix("-small") if machine.rehearse else workload
     given = ["--workload", workload, "--device", machine.device, "--steps", "2", "--warm-up", "1"]
-    expected = machine.run(OURS, *given, limit=60)["losses"]
+    expected = machine.run(OURS, *given, limit=60)
     if COMPILED in options:
         options = [each for each in options if each != COMPILED]
         given += [] if machine.rehearse else ["--graphs", str(machine.graphs)]
-    found = machine.run(OURS, *given, *options, limit=90, ranks=count)["losses"]
-    difference = largest_difference(found, expected)
+    found = machine.run(OURS, *given, *options, limit=90, ranks=count)
+    difference = largest_difference([found, expected])
     if not difference <= RANKS_TOLERANCE:
-        raise ValueError(
-            f"losses of {count} ranks differ by {difference:.1e} from one rank's: {found}, {expected}"
-        )
+        message = f"losses of {count} ranks differ by {difference:.1e} from one rank's: "
+        raise ValueError(f"{message}{found.losses}, {expected.losses}")
     return {"ranks": count, "largest_difference": difference}
 
 
@@ -93,19 +92,14 @@ def experts(machine: Machine) -> Figures:
     """Losses of compiled experts against eager ones, and both times."""
     eager = training(machine, "mixtral", compiled=False, steps=3, warm_up=1)
     compiled = training(machine, "mixtral", steps=3, warm_up=1)
-    difference = largest_difference(eager["losses"], compiled["losses"])
+    difference = largest_difference([Measurement([], each["losses"]) for each in (eager, compiled)])
     return {"eager_ms": eager["ms"], "compiled_ms": compiled["ms"], "largest_difference": difference}
-
-
-def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference between losses of the same step."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def kernel(machine: Machine, name: str, peer: str, sizes: str) -> Figures:
     given = [name, peer, "--sizes", "small" if machine.rehearse else sizes, "--device", machine.device]
     result = machine.run("benchmarks.operators.kernels", *given, "--warm-up", "3", "--steps", "10", limit=40)
-    return {"ms": round(1e3 * statistics.median(result["seconds"]), 3)}
+    return {"ms": round(1e3 * result.median_seconds(), 3)}
 
 
 def device_tests(machine: Machine) -> Figures:

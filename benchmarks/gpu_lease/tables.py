@@ -15,12 +15,12 @@ from typing import Any
 from benchmarks.gpu_lease.lease import REHEARSAL
 from benchmarks.harness.results import read
 from benchmarks.harness.timing import make_parser
+from benchmarks.harness.workload import full_depth_speed
 
 PAGE = Path(__file__).parents[2] / "docs/devices/gpus.md"
 BEGIN, END = "<!-- results of leases: begin -->", "<!-- results of leases: end -->"
 NOTHING = "No lease has been measured yet."
 FACTS = ("row", "took", "time", "arguments", "card", "memory_mib", "torch", "cuda", "nccl")
-DEPTH = 32  # layers of Llama 3 8B
 
 
 def tables(results: Iterable[Mapping[str, Any]]) -> str:
@@ -53,13 +53,11 @@ def _table(card: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def full_depth(rows: Mapping[str, Mapping[str, Any]], suffix: str) -> float | None:
-    """Tokens/s of all 32 layers of 8B, extrapolated from 2 and 4; None without both."""
+    """`full_depth_speed` by the rows of 2 and 4 layers; None without both."""
     two, four = (rows.get(f"{name}{suffix}", {}) for name in ("8b-2-layers", "8b-layers"))
-    if not (two.get("ms") and four.get("ms")) or four["ms"] <= two["ms"]:
+    if not (two.get("ms") and four.get("ms")):
         return None
-    tokens: float = four["tokens_per_second"] * four["ms"]
-    milliseconds: float = four["ms"] + (DEPTH - 4) * (four["ms"] - two["ms"]) / 2
-    return tokens / milliseconds
+    return full_depth_speed(four["tokens_per_second"] * four["ms"], two["ms"], four["ms"])
 
 
 def _figures(row: Mapping[str, Any]) -> str:

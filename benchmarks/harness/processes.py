@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from parallel import device as devices
 
 TIMEOUT = 1800  # seconds
 GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its children
+LAST_LINES = 30  # of what a failed script wrote
+# Of torchrun once a process has failed, which wrote its error before.
+TORCHRUN_LINE = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/", re.MULTILINE)
 
 
 class ScriptError(RuntimeError):
@@ -35,12 +38,14 @@ class Script:
 
     Attributes:
         device: type of the device whose environment it gets, as a run does from its launcher.
+        variables: further environment variables.
     """
 
     module: str
     arguments: tuple[str, ...] = ()
     processes: int = 1
     device: str = "cpu"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         launcher = ["-m"]
@@ -70,33 +75,31 @@ class Measurement:
         return statistics.median(self.update_seconds if update else self.seconds)
 
 
-def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
-    """Run a script and return its standard output.
-
-    Raises:
-        ScriptError: it failed or took longer than TIMEOUT.
-    """
+def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> str:
+    """Run a script and return its standard output. Raises ScriptError if it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
-        environment = {**devices.KINDS[script.device].local_environment(), **os.environ}
+        environment = devices.KINDS[script.device].local_environment() | os.environ | script.variables
         process = subprocess.Popen(
             script.command(arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         try:
-            output, _ = process.communicate(timeout=TIMEOUT)
+            output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise ScriptError(f"{script.module}: timed out after {TIMEOUT} s") from None
+            raise ScriptError(f"{script.module}: timed out after {timeout:.0f} s") from None
         finally:
             terminate(process)
         if process.returncode:
             errors.seek(0)
-            last = "\n".join(errors.read().strip().splitlines()[-30:])
+            text = errors.read()
+            text = TORCHRUN_LINE.split(text, maxsplit=1)[0].strip() or text.strip()
+            last = "\n".join(text.splitlines()[-LAST_LINES:])
             raise ScriptError(f"{script.module}: exit code {process.returncode}\n{last}")
     return output
 
 
-def measure_script(script: Script, arguments: Sequence[str] = ()) -> Measurement:
+def measure_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> Measurement:
     """Run a script and parse the last line of its output; raises ScriptError as `run_script` does."""
-    return Measurement(**json.loads(run_script(script, arguments).splitlines()[-1]))
+    return Measurement(**json.loads(run_script(script, arguments, timeout).splitlines()[-1]))
 
 
 def largest_difference(runs: Sequence[Measurement]) -> float:

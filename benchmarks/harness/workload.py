@@ -118,9 +118,20 @@ LLAMA_1B = llama(
 MIXTRAL_LAYERS = mixtral((4096, 14336, 2, 32, 8, 32000), 8192, rope_theta=1e6)  # 2 of Mixtral 8x7B
 
 
+DEPTH = 32  # layers of Llama 3 8B
+
+
 def llama_8b(layers: int, sequence: int = 8192) -> Model:
-    """Llama 3 8B with so many of its 32 layers."""
+    """Llama 3 8B with so many of its layers."""
     return llama(*(4096, 14336, layers, 32, 8, 128256), max_position_embeddings=sequence, rope_theta=500000.0)
+
+
+def full_depth_speed(tokens: float, two: float, four: float) -> float | None:
+    """Tokens/s of 8B with all its layers, extrapolated linearly from the seconds with 2 and with 4.
+
+    None if 4 layers are not slower than 2.
+    """
+    return tokens / (four + (DEPTH - 4) * (four - two) / 2) if four > two else None
 
 
 WORKLOADS = {
@@ -134,7 +145,7 @@ WORKLOADS = {
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
     "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),
-    "8b": Workload(llama_8b(32), sequence=8192, batch=1),
+    "8b": Workload(llama_8b(DEPTH), sequence=8192, batch=1),
     **{
         f"8b-2-layers-{name}": Workload(llama_8b(2, thousands * 1024), sequence=thousands * 1024, batch=1)
         for name, thousands in {"128k": 128, "512k": 512, "1m": 1024}.items()

@@ -85,10 +85,10 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
         name: Result(name, "", "", target=1.0, tokens=8192, ours=[seconds], peer=[1.0])
         for name, seconds in {"8b-2-layers": 0.16, "8b-layers": 0.20}.items()
     }
-    assert gpu.full_depth_speed(rows) == pytest.approx(8192 / (0.12 + 32 * 0.02))
-    assert gpu.full_depth_speed({"8b-layers": rows["8b-layers"]}) is None
+    assert gpu.full_depth(rows, "") == pytest.approx(8192 / (0.12 + 32 * 0.02))
+    assert gpu.full_depth({"8b-layers": rows["8b-layers"]}, "") is None
     eight = {f"{name}-fp8": result for name, result in rows.items()}
-    assert gpu.full_depth_speed(eight, "-fp8") == gpu.full_depth_speed(rows)
+    assert gpu.full_depth(eight, "-fp8") == gpu.full_depth(rows, "")
 
 
 class ForkedCheck:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_lease import lease, rows, slim_nccl, start, tables
+from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.results import read
 from tests.waiting import until
 
@@ -49,7 +50,7 @@ def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again
     tmp_path, capsys, monkeypatch
 ):
     def fail(machine):
-        raise lease.Failed("no memory")
+        raise ScriptError("no memory")
 
     chosen = [
         lease.Row("long", 50, fail),
