@@ -35,7 +35,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -198,7 +197,8 @@ def commands(folder: Path, results: list[Any]) -> dict[str, Callable[[], int]]:
 def call_in_child(function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> Any:
     """A function's result, from a forked process. Raises TimeoutError, or EOFError if the process ended."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send, args=(sender, function, arguments))
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=lambda: sender.send(function(*arguments)))
     process.start()
     sender.close()
     try:
@@ -211,10 +211,6 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, timeout: float 
                 each.kill()
         process.kill()
         process.join()
-
-
-def _send(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    sender.send(function(*arguments))
 
 
 @dataclass(frozen=True)

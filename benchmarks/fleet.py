@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from tasks.fleet.fleet import CACHE, read_fleet
-from tasks.fleet.page import write_page
+from tasks.fleet.page import render
+from tasks.reporting import html
 from tasks.store.store import Store
 
 DISTINCT = 4  # metrics files
@@ -44,10 +45,10 @@ def measure(folder: Path, count: int, steps: int, changed: int, rounds: int, res
     times: dict[str, list[tuple[float, float]]] = {"first read": [], "refresh": [], "browser": []}
     for _ in range(rounds):
         (store.local_cache / CACHE).unlink(missing_ok=True)
-        times["first read"].append(timed(lambda: write_page(read_fleet(store), page)))
+        times["first read"].append(timed(lambda: html.write(page, render(read_fleet(store)))))
         for number in range(changed):
             append(folder / f"runs/run-{number}", steps)
-        times["refresh"].append(timed(lambda: write_page(read_fleet(store), page)))
+        times["refresh"].append(timed(lambda: html.write(page, render(read_fleet(store)))))
         times["browser"] += opening(page)
     print(
         f"{count:,} runs of {steps:,} steps, {size / 2**20:.0f} MiB of metrics each; page {page.stat().st_size / 1e6:.1f} MB"

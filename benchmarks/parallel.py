@@ -32,7 +32,8 @@ LINEAR_TOLERANCE = 5e-5
 LINEAR_EXPERT_TOLERANCE = 5e-3
 # With Muon: rounding can change an element's bits in bf16, in which matrices are orthogonalized.
 MUON_TOLERANCE = 1e-4
-MUON, REPLICATED = ("--optimizer", "muon"), "torch.optim.Muon on each rank"
+MUON, DDP_MUON = ("--optimizer", "muon"), ("ddp", "--muon")
+REPLICATED = "torch.optim.Muon on each rank"
 HUGGING_FACE, GROUPED = ("hugging_face",), ("hugging_face", "--experts", "grouped_mm")
 GROUPED_MM = "Hugging Face, grouped_mm"
 Row = TrainingComparison  # of which the table has many
@@ -46,7 +47,7 @@ QWEN3_NEXT: dict[str, Any] = {**ONE, "workload": "qwen3-next", "tolerance": LINE
 COMPARISONS: tuple[Comparison, ...] = (
     Row("float32", "one process, float32", "Hugging Face", 1.10, HUGGING_FACE, bound_target=0.88, **ONE),
     Row("tensor", "TP 2", "DTensor", 1.25, ("dtensor",), ("--tensor", "2")),
-    Row("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
+    Row("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("ddp",)),
     Row("fsdp", "FSDP 2", "FSDP2", 1.10, ("fsdp2",), ("--data-sharding", "fsdp")),
     Row("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
     Row("pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")),
@@ -76,9 +77,9 @@ COMPARISONS: tuple[Comparison, ...] = (
     Row("qwen3-next", "Qwen3-Next, one process", GROUPED_MM, 1.25, GROUPED, **QWEN3_NEXT),
     RingComparison("ring-8k", 8192),
     RingComparison("ring-32k", 32768),
-    Row("muon", "DP 2, Muon", REPLICATED, 1.0, ("muon",), MUON, tolerance=MUON_TOLERANCE),
+    Row("muon", "DP 2, Muon", REPLICATED, 1.0, DDP_MUON, MUON, tolerance=MUON_TOLERANCE),
     Row(
-        *("muon-update", "its update alone", REPLICATED, 1.40, ("muon",), (*MUON, "--wait-for-weights")),
+        *("muon-update", "its update alone", REPLICATED, 1.40, DDP_MUON, (*MUON, "--wait-for-weights")),
         tolerance=MUON_TOLERANCE,
         update=True,
     ),

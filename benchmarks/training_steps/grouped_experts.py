@@ -88,8 +88,8 @@ def clip(experts: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     own, shared = (torch.nn.utils.get_total_norm(gradients(group)) for group in (experts, others))
     squares = own.square()
     dist.all_reduce(squares)
-    scale = (workload.CLIP / ((squares + shared.square()).sqrt() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients([*experts, *others]), scale)
+    total = (squares + shared.square()).sqrt()
+    torch.nn.utils.clip_grads_with_norm_([*experts, *others], workload.CLIP, total)
 
 
 def main() -> None:

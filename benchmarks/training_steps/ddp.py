@@ -1,17 +1,18 @@
-"""DDP with torch.optim.Muon for the matrices of blocks, on each rank, and AdamW for the rest.
+"""DDP with ZeroRedundancyOptimizer, or with torch.optim.Muon for the matrices of blocks, on each rank, and AdamW for the rest.
 
-Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.muon`.
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.ddp`.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
-class Optimizers:
+class Muon:
     """Muon and AdamW, each for some of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,16 +32,23 @@ class Optimizers:
 
 
 def main() -> None:
-    options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
+    parser = workload.workload_parser(__doc__)
+    parser.add("--muon", "torch.optim.Muon on each rank")
+    options, work, rank, ranks = workload.start(parser)
     llama = Llama(work.model)
     workload.load_initial_weights(llama, work.model)
     model = DistributedDataParallel(llama, forward_sync_buffers=False)
+    optimizer: workload.Optimizer
+    if options.muon:
+        optimizer = Muon(llama)
+    else:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **workload.ADAMW)
 
     def compute_loss(samples: Tensor) -> Tensor:
         local = samples.chunk(ranks)[rank]
         return cross_entropy(model(local[:, :-1]), local[:, 1:])
 
-    workload.measure_training(model, Optimizers(llama), compute_loss, options, workload.mean_over_ranks)
+    workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)
 
 
 if __name__ == "__main__":
