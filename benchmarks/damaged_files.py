@@ -90,11 +90,8 @@ def retype(value: Any) -> Any:
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     """Change each document of a JSON, JSON Lines or YAML file; other files become a JSON object."""
-    text = (
-        path.read_text(errors="replace")
-        if path.exists()
-        else '{"step": 1, "loss": 1.0, "event": "x", "time": 1}'
-    )
+    missing = '{"step": 1, "loss": 1.0, "event": "x", "time": 1}'
+    text = path.read_text(errors="replace") if path.exists() else missing
     if path.suffix == ".yaml":
         path.write_text(yaml.safe_dump(change(yaml.safe_load(text))))
         return

@@ -166,7 +166,8 @@ def evaluate(
     with activities.begin(opened, "evaluate", name) as lock:
         folder = runs.fetch(opened, name)  # again: it may have been replaced during the wait
         request.require_checkpoint(opened, name, step, follow=follow)
-        profile, changed = _profile(folder, overrides)
+        profile = request.load_profile(folder, overrides)
+        changed = request.write_profile(folder, "evaluate", profile) if overrides else None
         inputs = runs.read_inputs(folder)
         settings = _changed_settings(folder, profile, inputs) if overrides else None
         if settings is not None:
@@ -227,19 +228,6 @@ def _update_stored_report(store: Store, name: str) -> Path:
             for file in (run_files.REPORT_JSON, run_files.REPORT):
                 run.write(file, state_files.contents(folder / file))
     return folder
-
-
-def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | None]:
-    """The run's profile with overrides, and the file that it was written to; None without overrides."""
-    profile = request.load_profile(folder, overrides)
-    if not overrides:
-        return profile, None
-    # Named by its contents: jobs of another evaluation of the run may still load theirs.
-    text = resolve.dump(profile)
-    changed = folder / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
-    changed.parent.mkdir(exist_ok=True)
-    state_files.write(changed, text)
-    return profile, changed
 
 
 def _changed_settings(folder: Path, profile: Profile, inputs: Mapping[str, Any]) -> str | None:

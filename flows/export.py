@@ -10,7 +10,6 @@ from prefect.runtime import flow_run
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
-from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from profiles.sections.base import required
@@ -60,7 +59,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         latest = CheckpointId.of(opened.run_folder(run), saved[-1]) if saved else None
         if latest is None:
             raise ProfileError("run", run, f"has no complete checkpoint in {store}")
-        profile = resolve.load(str(folder / run_files.PROFILE))
+        profile = runs.load_profile(folder)
         inputs = runs.read_inputs(folder)
         _require_last(folder, latest.step, profile.train.steps)
         # Until the last step, a rollback may replace the checkpoint of a step by another one.

@@ -29,7 +29,6 @@ from flows.ui.artifacts import PrefectArtifact
 from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
 from profiles import resolve
 from profiles.files import run_files
-from profiles.schema import Profile
 from tasks.launchers import Launcher, create, latest_jobs
 from tasks.store import runs
 from tasks.store.store import Store
@@ -42,7 +41,7 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     located = _locate_runs(flow_run.parameters)
     for store, name in located:
         for folder in runs.folders_of_flow_run(store, name, str(flow_run.id)):
-            cluster = _profile(folder).cluster
+            cluster = runs.load_profile(folder).cluster
             _cancel(create(cluster.launcher, cluster), folder, cluster.grace)
     for folder in runs.scratch_folders_of_flow_run(located[0][0], str(flow_run.id)):
         _cancel(create("local"), folder, grace=0)  # compilation jobs
@@ -75,7 +74,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
         folder = folders[0] if folders else store.run_folder(name).path
         checkpoints = store.run_folder(folder.name).checkpoint_steps()
         notice = failure_markdown(failure, folder / run_files.LOGS, checkpoints)
-        Overview(_profile(folder), folder, flow_run.id).end(notice)
+        Overview(runs.load_profile(folder), folder, flow_run.id).end(notice)
         return
     except Exception as error:
         log.debug("no overview of the run folder: %s", error)
@@ -92,7 +91,8 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
             return f"{'before training; ' if trains else ''}completed steps are kept"
         steps = store.run_folder(folders[0].name).checkpoint_steps()
         message = f"saved at step {max(steps):,}" if steps else "before the first checkpoint"
-        Overview(_profile(folders[0]), folders[0], UUID(flow_run)).end(stop_markdown(message))
+        profile = runs.load_profile(folders[0])
+        Overview(profile, folders[0], UUID(flow_run)).end(stop_markdown(message))
         return message
     except Exception as error:
         log.debug("cannot read what is saved: %s", error)
@@ -108,10 +108,6 @@ EXPERIMENT_HOOKS: dict[str, Any] = {"on_cancellation": [cancel_subflow_jobs], **
 def _cancel(launcher: Launcher, folder: Path, grace: float) -> None:
     for handle in latest_jobs(folder / run_files.LOGS):
         launcher.cancel(handle, grace)
-
-
-def _profile(folder: Path) -> Profile:
-    return resolve.load(str(folder / run_files.PROFILE))
 
 
 def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, list[Path]]:

@@ -22,19 +22,11 @@ from prefect.runtime import flow_run
 from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, LastStep, ProfileName, RunName
-from flows.run_setup import (
-    TrainingRun,
-    admitted,
-    read_lockfile,
-    resolve_inputs,
-    warn,
-    write_lockfile,
-)
+from flows.run_setup import TrainingRun, admitted, read_lockfile, resolve_inputs, warn, write_lockfile
 from flows.runner import THREADS, Background, Runner
 from flows.start_checks import RunCommand, load
 from flows.step_names import check_last_step
 from modeling.planning.planner import plan
-from profiles.files import run_files
 from profiles.schema import Profile
 from profiles.sections.base import required
 from tasks.evaluation.held_out import EvaluationStep
@@ -42,6 +34,7 @@ from tasks.experiments import forecasts
 from tasks.fork import copy_checkpoint, hold_checkpoint
 from tasks.lineage import find_origin
 from tasks.report import ReportStep, read_initial_evaluation
+from tasks.reporting.outcome import run_result
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
@@ -51,11 +44,8 @@ from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import Parent
-from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
-
-EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the flow's result
 
 
 def run_name() -> str:
@@ -108,6 +98,7 @@ def train_profile(
         profile: of the run, resolved.
         command: the command line that it was resolved from.
     """
+    result: dict[str, Any] = {"run": profile.name, "until": until}
     with admitted(profile, command, until, replace=replace) as (runner, parent):
         training = TrainingRun(runner)
         tokenizer, dataset, converting = _prepare(runner, parent, update)
@@ -136,17 +127,18 @@ def train_profile(
             if parent:
                 copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
-            _take_forecast(store, run.model_copy(update={"tokenizer": profile.tokenizer}))
+            target = run.model_copy(update={"tokenizer": profile.tokenizer})
+            if forecast := forecasts.record(store, target, store.run_folder(run.name)):
+                forecasts.log_forecast(run.name, forecast)
             evaluated, exported = _train(runner, training, tokenizer, dataset, weights)
             report = required(runner.run(ReportStep(training.plan, evaluated, runner.outcomes)))
             overview.update(now=True)
         if not runner.reached:
-            return {
-                **_results(runner.context.run_folder, evaluated, exported, report),
-                "parameters": training.plan.parameters,
-                "steps": [asdict(outcome) for outcome in runner.outcomes],
-            }
-    return {"run": profile.name, "until": until, "steps": [asdict(outcome) for outcome in runner.outcomes]}
+            folder, export = runner.context.run_folder, exported.summary["part"]
+            before = read_initial_evaluation(folder)
+            result = run_result(folder, export, report.location, evaluated.summary, before)
+            result["parameters"] = training.plan.parameters
+    return {**result, "steps": [asdict(outcome) for outcome in runner.outcomes]}
 
 
 def _prepare(runner: Runner, parent: Parent | None, update: bool) -> tuple[Artifact, Artifact, Background]:
@@ -180,29 +172,6 @@ def _train(
     evaluated = required(runner.run(EvaluationStep(dataset, identity, graphs, weights, reference)))
     with activities.begin(context.store, "exporting", context.profile.name):
         return evaluated, required(runner.run(ExportStep(tokenizer, identity, weights)))
-
-
-def _take_forecast(store: Store, run: Profile) -> None:
-    """Copy the latest forecast of a run, if there is one, into its folder before it starts training."""
-    if forecast := forecasts.record(store, run, store.run_folder(run.name)):
-        figures = (forecast["loss"], 100 * forecast["share"], *forecast["interval"])
-        log.info("forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f", run.name, *figures)
-
-
-def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Artifact) -> dict[str, Any]:
-    """Final metrics, and paths of the outputs."""
-    summary, before = evaluated.summary, read_initial_evaluation(folder)
-    return {
-        "run": folder.name,
-        "folder": str(folder),
-        "export": str(folder / exported.summary["part"]),
-        "metrics": str(folder / run_files.METRICS),
-        "report": report.location,
-        "validation_loss": summary["validation_loss"],
-        "perplexity": summary["perplexity"],
-        "evaluation": {name: summary[name] for name in EVALUATION},
-        "before": before and {name: before[name] for name in EVALUATION},
-    }
 
 
 finetune = pretrain.with_options(name="finetune")  # the same steps, listed separately in Prefect's UI

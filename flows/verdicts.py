@@ -17,7 +17,7 @@ from flows.ui.artifacts import PrefectArtifact, show_table
 from modeling.training.metrics import OF_TASKS
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.files import run_files, state_files
+from profiles.files import run_files
 from profiles.local_paths import local_path
 from profiles.rules.continual import stand_in_data
 from profiles.schema import Continual, Profile
@@ -25,10 +25,12 @@ from profiles.sections.base import required
 from tasks import keys
 from tasks.continual import gates, held_out, page, rounds, series, stand_in
 from tasks.continual.gates import Verdict
+from tasks.evaluation import request
 from tasks.evaluation.checkpoints import TaskStep, metrics_of, require_harness, require_tasks, scratch_name
 from tasks.evaluation.held_out import NotFinite, SetsEvaluationStep
 from tasks.step import Context, Step
 from tasks.steps.dataset import read_file
+from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
@@ -81,7 +83,8 @@ class Judge:
         after = evaluated.summary["sets"]
         verdict = gates.judge(run.continual.gates, self._before, after, self.origin, scores)
         self._record(verdict)
-        show_table(pages.GATES, f"Gates of {run.name}", pages.gates_table(verdict))
+        rows = [dict(zip(gates.COLUMNS, row.cells, strict=True)) for row in verdict.rows]
+        show_table(pages.GATES, f"Gates of {run.name}", rows)
         log.info("losses before and after:\n%s", verdict.text)
         return verdict, evaluated
 
@@ -195,14 +198,9 @@ def on_cluster_of(run: Profile, base: Path, job: str) -> tuple[Profile, Path]:
 
     Returns the file that it was written to for a job, too. Raises ProfileError if they do not fit its other settings.
     """
-    promoted = resolve.load(str(base / run_files.PROFILE))
+    promoted = runs.load_profile(base)
     train = promoted.train.model_copy(update={name: getattr(run.train, name) for name in PER_CLUSTER})
     sections = {name: getattr(run, name) for name in ("cluster", "parallel", "compile")}
     profile = promoted.model_copy(update={**sections, "train": train})
     resolve.check(profile)
-    text = resolve.dump(profile)
-    # Named by its contents: the job of an earlier round may still load its own.
-    file = base / run_files.LOGS / f"{job}-{keys.digest(text)[:8]}.yaml"
-    file.parent.mkdir(exist_ok=True)
-    state_files.write(file, text)
-    return profile, file
+    return profile, request.write_profile(base, job, profile)

@@ -1,4 +1,4 @@
-"""Argument parser: only complete option names; errors name the nearest valid choice."""
+"""Argument parser: only complete option names; errors name the nearest valid choice. Options of commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 FEW = 5  # choices to name if none is near
+
+
+def to_arguments(**options: object) -> tuple[str, ...]:
+    """Options of a command by name; those that are None or False are left out, and True has no value."""
+    found: list[str] = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            found += [option] if value is True else [option, str(value)]
+    return tuple(found)
 
 
 class Parser(argparse.ArgumentParser):

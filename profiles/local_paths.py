@@ -35,7 +35,8 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
 
     Resolved profiles, which the program has written, have paths from the working folder already.
     """
-    if _is_resolved(values, file) or folder.resolve() == Path.cwd():
+    resolved = "extends" not in values and (file.name == run_files.PROFILE or values.keys() >= SECTIONS)
+    if resolved or folder.resolve() == Path.cwd():
         return
 
     def replace(section: Any, name: str) -> None:
@@ -52,11 +53,6 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
     keys = (("tokenizer", "source"), ("init", "from"), ("objective", "template"), ("continual", "include"))
     for section, name in keys:
         replace(values.get(section), name)
-
-
-def _is_resolved(values: Mapping[str, Any], file: Path) -> bool:
-    """Whether the program has written a profile's file, such as that of a run folder."""
-    return "extends" not in values and (file.name == run_files.PROFILE or values.keys() >= SECTIONS)
 
 
 def _is_path(value: str, name: str, folder: Path) -> bool:

@@ -123,8 +123,10 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
     model = values.get("model")
     if isinstance(model, Mapping):
         values["model"] = model = _canonical(model)
-        if isinstance(model.get("config"), str):
-            model["config"] = _config_location(model["config"], path.parent)
+        if isinstance(config := model.get("config"), str):
+            location = path.parent / Path(config).expanduser()
+            if state_files.exists(location) or not _is_repository(config):
+                model["config"] = str(location)
     base = values.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
@@ -255,13 +257,8 @@ def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     return target[int(path[-1])]
 
 
-def _config_location(config: str, folder: Path) -> str:
-    """A path resolved against a folder; a hub repository (org/name or org/name@revision) unchanged."""
-    path = folder / Path(config).expanduser()
-    return config if not state_files.exists(path) and _is_repository(config) else str(path)
-
-
 def _is_repository(config: str) -> bool:
+    """Whether a config is a hub repository, org/name or org/name@revision, unless there is such a path."""
     return bool(REPOSITORY.fullmatch(config.partition("@")[0])) and not config.endswith(".json")
 
 

@@ -12,15 +12,7 @@ from pydantic import Field
 from parallel.constraints import expert_shard_degree, kv_replicas
 from profiles.recompute import AUTO
 from profiles.sections import roles
-from profiles.sections.base import (
-    CONDITION,
-    FUNCTION,
-    NAME,
-    Count,
-    Natural,
-    Section,
-    Size,
-)
+from profiles.sections.base import CONDITION, FUNCTION, NAME, Count, Natural, Section, Size
 from profiles.sections.cluster import Cluster
 from profiles.sections.continual import Continual, Gate
 from profiles.sections.data import Data, Source, Tokenizer

@@ -15,7 +15,7 @@ from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT, Lockfile, resolve
-from tasks.reporting.outcome import Outcome, final_evaluation
+from tasks.reporting.outcome import Outcome, final_evaluation, run_result
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -26,7 +26,6 @@ from tasks.store.store import Store
 
 LOCAL = ("python-docs", "files")  # kinds of sources without a network, if their path is local
 NOT_STORED = ("plan", "resolve", "report")  # steps that make no artifact
-EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the result
 
 
 def find(store: Store, profile: Profile) -> dict[str, Any] | None:
@@ -47,7 +46,6 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
     page = context.run_folder / "report.html"
     if evaluated is None or not state_files.exists(page) or not final_evaluation(report, profile.train.steps):
         return None
-    evaluation = {name: evaluated.summary[name] for name in EVALUATION}
     try:
         outcomes = [Outcome(**step) for step in report["steps"] if step["step"] not in NOT_STORED]
         hows = ("skipped" if outcome.how == "skipped" else "cached" for outcome in outcomes)
@@ -55,19 +53,8 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
         parameters = report["plan"]["parameters"]
     except (LookupError, TypeError):  # corrupted; the flow writes another one
         return None
-    return {
-        "run": profile.name,
-        "folder": str(run.path),
-        "export": str(run.path / EXPORT),
-        "metrics": str(run.path / run_files.METRICS),
-        "report": str(page),
-        "validation_loss": evaluation["validation_loss"],
-        "perplexity": evaluation["perplexity"],
-        "evaluation": evaluation,
-        "before": None,
-        "parameters": parameters,
-        "steps": steps,
-    }
+    result = run_result(run.path, EXPORT, str(page), evaluated.summary, None)
+    return {**result, "parameters": parameters, "steps": steps}
 
 
 def _is_simple(profile: Profile) -> bool:

@@ -57,7 +57,8 @@ def find_parent(store: Store, text: str, child: str) -> Parent:
     if known and known.run == name and wanted in ("", str(known.step)):
         if known.identity == identity:
             return known
-        if _is_independent(forked, known):
+        # Once opened, with a checkpoint of its own, it resumes without its parent.
+        if forked.parent == known and (not _needs_checkpoint(forked) or _held_parent(forked) == known):
             log.info("run %s was removed or replaced; %s resumes from its own checkpoint", name, child)
             return known
     if identity is None:
@@ -286,26 +287,20 @@ def _needs_checkpoint(run: RunFolder) -> bool:
     """Whether a fork has never had a checkpoint; not if all of them are corrupted or missing."""
     if run.checkpoint_steps() or run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}"):
         return False
-    return not (state_files.parse(run.read(run_files.RESUMED) or b"") or {}).get("saved")
+    return not run.read_json(run_files.RESUMED).get("saved")
 
 
 def _warn_of_other_data(store: Store, parent: Parent, run: RunFolder) -> None:
     """Warn if an opened fork reads another dataset than its parent, from the parent's position on."""
     entry = ledger.find(store, parent.identity)
-    inputs = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
-    if entry and entry.dataset != inputs.get("dataset"):
+    if entry and entry.dataset != run.read_json(run_files.INPUTS).get("dataset"):
         message = "%s reads other data than %s, from the position of its step %d on: it may repeat some text and leave out other"
         log.warning(message, run.name, parent.run, parent.step)
 
 
-def _is_independent(run: RunFolder, parent: Parent) -> bool:
-    """Whether a fork of this parent was opened and has a checkpoint: it resumes without its parent."""
-    return run.parent == parent and (not _needs_checkpoint(run) or _held_parent(run) == parent)
-
-
 def _held_parent(run: RunFolder) -> Parent | None:
     """The parent whose checkpoint was copied for a run that has not been opened; None if there is none."""
-    found = state_files.parse(run.read(HELD_PARENT) or b"")
+    found = run.read_json(HELD_PARENT)
     return Parent(**found) if found else None
 
 

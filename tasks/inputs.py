@@ -120,11 +120,7 @@ def resolve(
         digest = keys.digest(reference)
         if digest not in pins:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            pins[digest] = known.get(digest) or {
-                "question": reference,
-                "resolved": now,
-                "answer": find_out(),
-            }
+            pins[digest] = known.get(digest) or {"question": reference, "resolved": now, "answer": find_out()}
         return pins[digest]["answer"]
 
     tokenizer = initial = None

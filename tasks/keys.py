@@ -27,6 +27,7 @@ from profiles import user_functions
 from profiles.files import state_files
 from profiles.schema import Objective, Profile, Train
 from profiles.sections import families
+from profiles.sections.base import required
 from profiles.sections.model import PARAMETRIZATION
 from profiles.sections.roles import keys_of
 
@@ -256,7 +257,9 @@ def compiler(profile: Profile) -> dict[str, Any]:
     device = devices.KINDS[cluster.device]
     return {
         "backend": backend,
-        "passes": [file_digest(_source_file(module)) for module in PASSES.get(backend, ())],
+        "passes": [
+            file_digest(required(required(find_spec(name)).origin)) for name in PASSES.get(backend, ())
+        ],
         "flags": profile.compile.flags,
         "async_tensor": profile.compile.async_tensor,
         "lacks": made.missing_requirement(ahead_of_time=True),
@@ -404,13 +407,6 @@ def compiler_versions() -> Mapping[str, str]:
         )
         found["c++"] = answer.stdout.partition("\n")[0]
     return found
-
-
-def _source_file(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return spec.origin
 
 
 def code_digest(*packages: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from profiles.files import run_files, state_files, yaml_text
+from profiles.files import run_files, yaml_text
 from profiles.files.state_files import CorruptedState
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -117,5 +117,5 @@ def _has_same_tokens(store: Store, name: str, identity: str, tokenizer: Artifact
 def _inputs_of(store: Store, name: str, identity: str, kind: str) -> tuple[RunFolder | None, str | None]:
     """The folder of a run, and the key of one of its inputs; None if they are gone."""
     run = runs.find_folder(store, name, identity)
-    found = (state_files.parse(run.read(run_files.INPUTS) or b"") if run else None) or {}
+    found = run.read_json(run_files.INPUTS) if run else {}
     return run, found.get(kind) if found.get("identity") == identity else None

@@ -200,11 +200,7 @@ class _Comparison:
         return found and (self._reasons(part) or found)
 
     def _compare_training(
-        self,
-        checkpoint: int,
-        tokenizer: Artifact | None,
-        dataset: Artifact | None,
-        weights: Artifact | None,
+        self, checkpoint: int, tokenizer: Artifact | None, dataset: Artifact | None, weights: Artifact | None
     ) -> None:
         """Add the outcomes of the last steps of the same run."""
         identity, train = self.run.stored_identity, self.profile.train

@@ -104,11 +104,8 @@ def kernel(machine: Machine, name: str, peer: str, sizes: str) -> Figures:
 
 def device_tests(machine: Machine) -> Figures:
     """The tests that need a GPU; a rehearsal runs one file of them, whose tests are skipped."""
-    paths = (
-        ("tests/parallel/attention/test_attention.py",)
-        if machine.rehearse
-        else ("tests/parallel", "tests/modeling")
-    )
+    few = ("tests/parallel/attention/test_attention.py",)
+    paths = few if machine.rehearse else ("tests/parallel", "tests/modeling")
     proof = MarkedTests(paths, machine.device).run(None, lambda _: None)
     if proof.failure:
         raise RuntimeError(f"{proof.counted}: {proof.failure}")

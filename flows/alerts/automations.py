@@ -108,16 +108,11 @@ def trigger_for(kind: str) -> EventTrigger:
 def _message(kind: str) -> tuple[str, str]:
     """Subject and text of a notification, as Prefect's Jinja templates."""
     if kind == FAILED:
-        name, state = (
-            '{{ event.resource["prefect.resource.name"] }}',
-            '{{ event.resource["prefect.state-name"] }}',
-        )
-        message = '{{ event.resource["prefect.state-message"] }}'
+        labels = ("resource.name", "state-name", "state-message")
+        name, state, message = (f'{{{{ event.resource["prefect.{label}"] }}}}' for label in labels)
         return f"Trainshed: {name} failed", f"{name}: {state}: {message}"
-    return (
-        f"Trainshed: {{{{ event.payload.run }}}} {kind}",
-        "{{ event.payload.message }}\n{{ event.payload.folder }}",
-    )
+    subject = f"Trainshed: {{{{ event.payload.run }}}} {kind}"
+    return subject, "{{ event.payload.message }}\n{{ event.payload.folder }}"
 
 
 def _block_document(block: str) -> UUID:

@@ -1,13 +1,14 @@
-"""Arguments of the `trainshed` command: help, hints at the nearest command, argument types."""
+"""Arguments of the `trainshed` command: help, hints at the nearest command, argument types, `--output`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 from profiles import arguments
-from profiles.errors import OVERRIDE_SYNTAX
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -67,3 +68,14 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def write_page(output: str, page: str) -> str:
+    """Write the HTML page of `--output`; returns its path. Raises ProfileError if it cannot be written."""
+    path = Path(output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page)
+    except OSError as error:
+        raise ProfileError("--output", output, f"cannot be written: {error.strerror}") from error
+    return str(path)

@@ -9,6 +9,7 @@ import argparse
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from modeling.scaling.proxies import Proxy
 from profiles.errors import ProfileError
 from profiles.experiments import Branches, load_experiment
 from tasks.experiments.branches import trunk_of
-from tasks.reporting.format import format_time
+from tasks.reporting.format import format_interval, format_time
 from tasks.reporting.mixture_page import source_label
 from tasks.store.store import Store
 
@@ -115,6 +116,8 @@ def short(number: float) -> str:
     return f"{number:,.3g}Z"
 
 
+_interval = partial(format_interval, word="to")
+
 # Key of a row: title and formatter of its column. Columns without any value are left out.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mixture": ("mixture, %", str),
@@ -196,15 +199,13 @@ def _percent(proxy: Proxy) -> str:
 
 def print_ladder(console: Console, result: dict[str, Any]) -> None:
     """Print the forecast, the outcome if the target was trained, and the path of the page."""
-    low, high = result["interval"]
     facts = {
         "forecast": f"{result['loss']:.4f} for {result['target']['name']}",
-        f"{result['share']:.0%} interval": f"{low:.4f} to {high:.4f}",
+        f"{result['share']:.0%} interval": _interval(result["interval"]),
         "written": format_time(result["written"]),
     }
     for name, row in result["metrics"].items():
-        low, high = row["interval"]
-        facts[name] = f"{row['value']:.4f}, {low:.4f} to {high:.4f}"
+        facts[name] = f"{row['value']:.4f}, {_interval(row['interval'])}"
     if outcome := result.get("outcome"):
         facts["outcome"] = _compared(outcome)
     for row in result["budgets"][1:]:
@@ -220,13 +221,11 @@ def print_mixture(console: Console, result: dict[str, Any]) -> None:
     share = f"{result['share']:.0%} interval"
     losses = [("held-out loss", "natural", "proposed", share, "change")]
     for row in result["losses"]:
-        low, high = row["interval"]
-        values = f"{row['natural']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
+        values = f"{row['natural']:.4f}", f"{row['loss']:.4f}", _interval(row["interval"])
         losses.append((source_label(row["source"]), *values, f"{row['change']:+z.4f}"))
     weights = [("weight", "natural", "proposed", share, "times read")]
     for name, weight in result["weights"].items():
-        low, high = result["weight_intervals"][name]
-        interval = f"{low:.1%} to {high:.1%}"
+        interval = _interval(result["weight_intervals"][name], ".1%")
         passes = f"{result['passes'][name]:.2g}"
         weights.append((name, f"{result['natural'][name]:.1%}", f"{weight:.1%}", interval, passes))
     facts = {}
@@ -246,11 +245,9 @@ def print_share(console: Console, result: dict[str, Any]) -> None:
     name = f"{result['probability']:.0%} interval"
     losses = [("held-out loss", "before", "proposed", name, "change")]
     for row in result["losses"]:
-        low, high = row["interval"]
-        values = f"{row['before']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
+        values = f"{row['before']:.4f}", f"{row['loss']:.4f}", _interval(row["interval"])
         losses.append((row["set"], *values, f"{row['loss'] - row['before']:+z.4f}"))
-    low, high = result["interval"]
-    facts = {"share": f"{result['share']:.1%}, {name} {low:.1%} to {high:.1%}"}
+    facts = {"share": f"{result['share']:.1%}, {name} {_interval(result['interval'], '.1%')}"}
     if not result["meets"]:
         facts["gate"] = f"no share keeps the rise of the old loss within {result['limit']:g}"
     facts["settings"] = _settings(result["overrides"])

@@ -80,7 +80,8 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     root.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a screen has 24 lines
-    root.add_argument("--version", action="version", version=_version(), help=argparse.SUPPRESS)
+    version = f"trainshed {metadata.version('trainshed')}"
+    root.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_training(commands)
     _add_experiments(commands)
@@ -91,10 +92,6 @@ def parser() -> argparse.ArgumentParser:
         if name not in ("up", "tensorboard"):
             command.add("--json", "print one JSON document on standard output")
     return root
-
-
-def _version() -> str:
-    return f"trainshed {metadata.version('trainshed')}"
 
 
 def _add_training(commands: Any) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import TrimmedConsole, print_json, waiting, wrap
+from flows.ui.console import TrimmedConsole, plain_table, print_json, waiting, wrap
 from modeling.planning.auto import resolve_auto
 from modeling.planning.determinism import describe_cost
 from modeling.planning.planner import Plan, plan, require_fit
@@ -63,7 +61,7 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
     console.print(Text.assemble((profile.name, "bold"), f"  {profile.description}"))
     console.print()
     tokens = _data_tokens(profile)
-    console.print(_facts(_run(profile, planned, tokens)))
+    console.print(plain_table(_run(profile, planned, tokens), "dim"))
     for warning in passes_warning(profile, tokens) if tokens and planned.tokens else ():
         console.print(Text(f"warning: {warning}", "yellow"))
     console.print()
@@ -75,7 +73,7 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
     if profile.model.dropout:
         console.print(Text(f"warning: {_dropout(profile, planned)}", "yellow"))
     console.print()
-    console.print(_facts(_time(profile, planned)))
+    console.print(plain_table(_time(profile, planned), "dim"))
     for warning in interruption_warnings(profile, planned.step_seconds):
         console.print(Text(f"warning: {warning}", "yellow"))
     try:
@@ -87,16 +85,6 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
         console.print(Text(f"\n`trainshed run` cannot start it here: {text}".rstrip(), "yellow"))
         for line in lines:
             console.print(Text(wrap(line, console.width, 2), "yellow"), soft_wrap=True)
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
 
 
 def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[str, str]]:

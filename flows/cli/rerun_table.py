@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
 from flows.start_checks import RunCommand
-from flows.ui.console import TrimmedConsole, print_json, waiting
+from flows.ui.console import TrimmedConsole, plain_table, print_json, waiting
 from modeling.planning.auto import resolve_auto
 from profiles.schema import Profile
 from tasks.rerun import Rerun, compare, to_json
@@ -30,9 +27,10 @@ def show_rerun(profile: Profile, command: RunCommand, run: str, *, as_json: bool
     reached = f"at step {rerun.checkpoint:,}" if rerun.checkpoint else "without a checkpoint"
     console.print(Text.assemble((run, "bold"), f"  {reached}"))
     changes = [str(change) for change in rerun.changes] or ["no key of the profile differs"]
-    console.print(_table([("", change) for change in changes]))
+    console.print(plain_table([("", change) for change in changes]))
     console.print()
-    console.print(_table([(each.step, each.outcome, "\n".join(each.reasons)) for each in rerun.steps]))
+    rows = [(each.step, each.outcome, "\n".join(each.reasons)) for each in rerun.steps]
+    console.print(plain_table(rows))
     console.print()
     console.print(_verdict(rerun, command), soft_wrap=True)  # so that commands can be copied
     return DONE
@@ -49,12 +47,3 @@ def _verdict(rerun: Rerun, command: RunCommand) -> str:
     for does, text in command.alternatives(conflict, rerun.run):
         lines += [f"  {does}", f"    {text}"]
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for number in range(len(rows[0])):
-        table.add_column(no_wrap=number < len(rows[0]) - 1, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.outages import TEAM_SECONDS, await_start, finish_sending
+from flows.server.outages import FINISH_SECONDS, TEAM_SECONDS, await_start, finish_sending
 from flows.server.prefect_settings import (
     PASSWORD,
     configure,
@@ -301,36 +301,27 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             with waiting(lambda: "waiting for the Prefect server"):
                 await_start(PREFECT_API_URL.value())
-            with temporary_settings():  # whatever the flow changes ends with it
-                try:
-                    yield
-                finally:
-                    finish_sending(TEAM_SECONDS)
-            return
-        certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
-        assert server is not None  # Prefect's settings name no other
-        with waiting(lambda: "starting Prefect's server"):
-            url = server.wait()
-        why = (
-            ""
-            if chosen or home.is_relative_to(work_dir.absolute())
-            else ", as the store's file system has no locks"
-        )
-        database = f", database in {relative(str(home))}{why}" if new else ""
-        print_stderr(_where_to_watch(url, database))
-        settings: dict[Any, Any] = {
-            PREFECT_API_URL: url,
-            PREFECT_API_AUTH_STRING: server.access[PASSWORD],
-            PREFECT_API_SSL_CERT_FILE: certificate,
-        }
-        # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
-        if server.started:
-            settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
-        with temporary_settings(settings):
+            settings, seconds = dict[Any, Any](), TEAM_SECONDS
+        else:
+            assert server is not None  # Prefect's settings name no other
+            with waiting(lambda: "starting Prefect's server"):
+                url = server.wait()
+            own = chosen or home.is_relative_to(work_dir.absolute())
+            why = "" if own else ", as the store's file system has no locks"
+            database = f", database in {relative(str(home))}{why}" if new else ""
+            print_stderr(_where_to_watch(url, database))
+            certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
+            settings = {PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: server.access[PASSWORD]}
+            settings[PREFECT_API_SSL_CERT_FILE] = certificate
+            # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
+            if server.started:
+                settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
+            seconds = FINISH_SECONDS
+        with temporary_settings(settings):  # whatever the flow changes ends with it
             try:
                 yield
             finally:
-                finish_sending()  # before the server stops
+                finish_sending(seconds)  # before the server stops
 
 
 def _where_to_watch(api: str, database: str) -> str:

@@ -108,10 +108,7 @@ def _axes(profile: Profile) -> list[str]:
 def _counts(profile: Profile, shown: Sequence[Topology]) -> dict[str, list[int]]:
     """Columns for what else differs between rows: stages per rank, samples per microbatch."""
     places = [Variation.of(profile, topology.overrides) for topology in shown]
-    columns = {
-        "stages": [place.stages for place in places],
-        "MBS": [place.microbatch for place in places],
-    }
+    columns = {"stages": [each.stages for each in places], "MBS": [each.microbatch for each in places]}
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 

@@ -28,7 +28,7 @@ from profiles.files import run_files
 from profiles.sections.base import required
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
 from tasks.experiments.branches import members_of
-from tasks.reporting import branches_page
+from tasks.reporting import branches_page, html
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
@@ -63,7 +63,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
     ]
     averages = _average(described, trunk, found, opened)
     page = opened.work_dir / "branches" / f"{described.name}.html"
-    branches_page.write(page, described, opened, rows, averages)
+    html.write(page, branches_page.render(described, opened, rows, averages))
     return {"branches": described.name, "runs": rows, "averages": averages, "page": str(page)}
 
 

@@ -49,15 +49,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
     artifact = forecasts.write_forecast(opened, goal, rungs, losses, metrics)
     document = json_artifacts.read(opened, artifact)
-    low, high = document["interval"]
-    log.info(
-        "forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f",
-        goal.name,
-        document["loss"],
-        100 * document["share"],
-        low,
-        high,
-    )
+    forecasts.log_forecast(goal.name, document)
     for warning in document.get("warnings", ()):  # absent in forecasts of earlier versions
         log.warning("warning: %s", warning)
     path = opened.work_dir / "ladders" / f"{described.name}.html"

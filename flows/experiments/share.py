@@ -55,12 +55,10 @@ from tasks.store import activities
 from tasks.store.store import Store, open_store
 
 POINTS = 41  # of a line on the page
-OF_EXPERIMENT: dict[str, Any] = {"task_runner": THREADS, **EXPERIMENT_HOOKS}  # options of flows
-OF_RUN: dict[str, Any] = {"task_runner": THREADS, **HOOKS}
 log = logging.getLogger(__name__)
 
 
-@flow(name="share", flow_run_name=file_name, **OF_EXPERIMENT)
+@flow(name="share", flow_run_name=file_name, task_runner=THREADS, **EXPERIMENT_HOOKS)
 @final_states
 def share(file: str, store: str = "./store") -> dict[str, Any]:
     """Train proxies of a series' next round and propose its share of replay; returns the proposal.
@@ -169,7 +167,7 @@ def _rounds(
     return found
 
 
-@flow(name="proxy-round", flow_run_name=run_name, **OF_RUN)
+@flow(name="proxy-round", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
 @final_states
 def proxy_round(
     profile: ProfileName,

@@ -10,7 +10,7 @@ Imports Prefect, and the modules of the deployed flows.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ async def register(file: Path) -> None:
             except ProfileError as error:
                 raise error.within(key) from error
             except ValidationError as error:
-                details = "; ".join(f"{_path(each['loc'])}: {each['msg']}" for each in error.errors())
+                details = "; ".join(
+                    f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+                )
                 raise ProfileError(key, None, _reason("is invalid", details)) from error
             except PrefectHTTPStatusError as error:
                 if error.response.status_code not in INVALID:
@@ -136,10 +138,7 @@ def _fields(entry: Mapping[str, Any], flow: Flow[Any, Any]) -> dict[str, Any]:
     if isinstance(limit, Mapping):
         options = {name: value for name, value in limit.items() if name != "limit"}
         limit = limit.get("limit")
-    optional = {
-        "paused": entry.get("paused"),
-        "work_queue_name": pool.get("work_queue_name"),
-    }
+    optional = {"paused": entry.get("paused"), "work_queue_name": pool.get("work_queue_name")}
     return {
         "entrypoint": entry["entrypoint"],
         "version": entry.get("version") or flow.version,
@@ -175,10 +174,6 @@ def _satisfies(existing: dict[str, Any], wanted: DeploymentScheduleCreate) -> bo
 def _reason(problem: str, details: object) -> str:
     """A reason on one line, the last of the log, which `trainshed up` prints."""
     return f"{problem}; change it in prefect.yaml: {' '.join(str(details).split())}"
-
-
-def _path(location: Iterable[int | str]) -> str:
-    return ".".join(map(str, location))
 
 
 def _detail(error: PrefectHTTPStatusError) -> str:

@@ -169,11 +169,8 @@ def single_certificate_setting(home: Path) -> dict[str, str]:
         import certifi
 
         end = "-----END CERTIFICATE-----\n"
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(
-            Path(certifi.where()).read_text(encoding="utf-8").partition(end)[0] + end, encoding="utf-8"
-        )
-        partial.replace(path)
+        first = Path(certifi.where()).read_text(encoding="utf-8").partition(end)[0]
+        state_files.write(path, first + end)
     return {"PREFECT_API_SSL_CERT_FILE": str(path)}
 
 

@@ -28,6 +28,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableT
 from rich.live import Live
 from rich.segment import Segment
 from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from tasks.reporting.format import format_age, format_duration
@@ -233,6 +234,17 @@ def table_console() -> Console:
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console
+
+
+def plain_table(rows: Sequence[Sequence[str]], style: str = "") -> Table:
+    """A table without titles; all but the texts of the last column are whole, and have the style."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in rows[0][1:]:
+        table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def print_table(

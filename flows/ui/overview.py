@@ -99,11 +99,10 @@ def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequenc
         return f"change `{failure.key}`{change}, and start the run again. Completed steps are not repeated."
     if isinstance(failure, FatalError):
         action = "change what the message names, and start the run again. The same run would fail again."
-        return f"{action} The job logs are in `{logs}`." if logs else action
-    resumes = "skips the completed steps"
-    if checkpoints:
-        resumes = f"resumes from step {max(checkpoints):,}, its latest checkpoint"
-    action = f"fix what the message names, then **Retry** this run here or run the same command again: it {resumes}."
+    else:
+        latest = f"resumes from step {max(checkpoints):,}, its latest checkpoint" if checkpoints else ""
+        resumes = latest or "skips the completed steps"
+        action = f"fix what the message names, then **Retry** this run here or run the same command again: it {resumes}."
     return f"{action} The job logs are in `{logs}`." if logs else action
 
 
@@ -144,8 +143,7 @@ def _plan(plan: Mapping[str, Any] | None) -> str:
     if plan.get("step_seconds"):
         rows["step time"] = format_step_time(plan["step_seconds"])
         rows["tokens/s"] = f"{plan['tokens_per_second']:,.0f}"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"## Plan\n\n| | planned |\n|---|---|\n{table}"
+    return f"## Plan\n\n{markdown_table(('', 'planned'), [*rows.items()])}"
 
 
 def _incidents(folder: Path) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flows.ui.overview import escape, markdown_table
-from tasks.continual.gates import COLUMNS, Verdict
 from tasks.continual.page import picture
 from tasks.continual.page import table as table_of
 from tasks.continual.rounds import Series
@@ -45,11 +44,6 @@ def _cells(run: RunView) -> list[str]:
         format_duration(left) if left else "",
         format_cost(run.cost) if run.cost is not None else "",
     ]
-
-
-def gates_table(verdict: Verdict) -> list[Mapping[str, str]]:
-    """Rows of the table artifact of a round."""
-    return [dict(zip(COLUMNS, row.cells, strict=True)) for row in verdict.rows]
 
 
 def series_markdown(found: Series, page: str) -> str:

@@ -264,11 +264,8 @@ def _fixed(found: Translation) -> None:
     found.report("model.make_vocab_size_divisible_by", Effect.HARMLESS, "see model.vocab_size")
     block = found.get("model.transformer_block_type", "pre_ln")
     right = block == "pre_ln"
-    note = (
-        "the same here"
-        if right
-        else "is not supported: Trainshed's blocks normalize before attention and MLP"
-    )
+    note = "is not supported: Trainshed's blocks normalize before attention and MLP"
+    note = "the same here" if right else note
     found.report("model.transformer_block_type", Effect.HARMLESS if right else Effect.ERROR, note)
     if found.flag("model.fp32_residual_connection", False):
         note = "the residual stream has the training dtype"

@@ -91,11 +91,8 @@ def _prefixes(found: Translation, key: str, use: str) -> list[dict[str, Any]]:
             del source["use"]
         sources.append(source)
     absent = [prefix for prefix in prefixes if "://" not in prefix and not glob.glob(f"{prefix}*.idx")]
-    note = (
-        f"{absent[0]}.idx and .bin are not on this machine"
-        if absent
-        else "the common prefix of .bin and .idx"
-    )
+    note = "the common prefix of .bin and .idx"
+    note = f"{absent[0]}.idx and .bin are not on this machine" if absent else note
     found.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
     return sources
 
@@ -119,11 +116,8 @@ def _folders(found: Translation, objective: str) -> list[dict[str, Any]]:
     for key, use in (("data.train_dir", "train"), ("data.val_dir", "validation")):
         path = found.path(key)
         if path is None:
-            note = (
-                "a hundredth of the documents is held out for validation"
-                if use == "validation"
-                else "not set"
-            )
+            held_out = "a hundredth of the documents is held out for validation"
+            note = held_out if use == "validation" else "not set"
             found.report(key, Effect.HARMLESS, note)
             continue
         sources.append({**_source(path, objective), "use": use})

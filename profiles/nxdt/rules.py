@@ -22,8 +22,11 @@ def apply(found: Translation) -> None:
     """Translate the keys that have a rule, and report those that nothing has read."""
     found.known |= RULES.keys()
     for key, value in found.theirs.items():
-        if key in RULES:
-            RULES[key](found, key, value)
+        rule = RULES.get(key)
+        if isinstance(rule, str):
+            found.report(key, Effect.HARMLESS, rule)
+        elif rule is not None:
+            rule(found, key, value)
     if is_hugging_face(found) and NORMS not in found.theirs:
         found.ours["train.norm_weight_decay"] = True
         note = "NxD Training's Hugging Face models decay norm weights by default"
@@ -71,10 +74,6 @@ def _number(found: Translation, key: str) -> float:
 
 def _flag(found: Translation, key: str) -> bool:
     return found.flag(key, False)
-
-
-def _harmless(reason: str) -> Rule:
-    return lambda found, key, value: found.report(key, Effect.HARMLESS, reason)
 
 
 def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR) -> Rule:
@@ -158,10 +157,6 @@ def _pipeline_cuts(found: Translation, key: str, value: Any) -> None:
         return
     note = "NxD names the last layer of a stage, Trainshed the first of the next"
     found.translate(key, {"parallel.pipeline_cuts": cuts}, note)
-
-
-def _clip(found: Translation, key: str, value: Any) -> None:
-    found.translate(key, {"train.clip": float(found.number(key, 0)) or None})
 
 
 def _max_steps(found: Translation, key: str, value: Any) -> None:
@@ -381,35 +376,35 @@ CALLBACK = "exp_manager.checkpoint_callback_params"
 SCHEDULE = "model.optim.sched"
 NORMS = "model.do_layer_norm_weight_decay"
 
-RULES: dict[str, Rule] = {
-    "name": _harmless("the profile has its file's name; several published configs share one"),
+# A text is why a key has no effect.
+RULES: dict[str, Rule | str] = {
+    "name": "the profile has its file's name; several published configs share one",
     "seed": _to("train.seed", _index),
-    "model_source": _harmless("the architecture follows from the model's keys"),
-    "compiler_flags": _harmless(
-        "flags of neuronx-cc for the legacy stack; compile.flags has those of native PyTorch"
-    ),
-    "compiler_cache_url": _harmless("compiled graphs are artifacts in the store"),
-    "neuron_experimental_compress_rg": _harmless(LEGACY),
-    "aync_exec_max_inflight_requests": _harmless(LEGACY),
-    "bucket_size_collectives": _harmless("buckets hold at least 10 million elements"),
-    "neuron_rt_exec_timeout": _harmless(LEGACY),
+    "model_source": "the architecture follows from the model's keys",
+    "compiler_flags": "flags of neuronx-cc for the legacy stack; compile.flags has those of native PyTorch",
+    "compiler_cache_url": "compiled graphs are artifacts in the store",
+    "neuron_experimental_compress_rg": LEGACY,
+    "aync_exec_max_inflight_requests": LEGACY,
+    "bucket_size_collectives": "buckets hold at least 10 million elements",
+    "neuron_rt_exec_timeout": LEGACY,
     # trainer
     "trainer.devices": _to("cluster.devices_per_node", _count),
     "trainer.num_nodes": _to("cluster.nodes", _count),
     **dict.fromkeys(  # vnc: before SDK 2.22
-        ("trainer.lnc", "trainer.vnc"),
-        _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
+        ("trainer.lnc", "trainer.vnc"), "cluster.accelerator trn2 has two physical cores per logical core"
     ),
     "trainer.max_epochs": _max_epochs,
     "trainer.max_steps": _max_steps,
-    "trainer.gradient_clip_val": _clip,
+    "trainer.gradient_clip_val": lambda found, key, _: found.translate(
+        key, {"train.clip": _number(found, key) or None}
+    ),
     "trainer.val_check_interval": _evaluations,
     "trainer.check_val_every_n_epoch": _only(None, "evaluate.every counts steps", Effect.DIFFERS),
-    "trainer.num_sanity_val_steps": _harmless("there is no trial evaluation before training"),
+    "trainer.num_sanity_val_steps": "there is no trial evaluation before training",
     "trainer.limit_val_batches": _evaluation_batches,
-    "trainer.limit_test_batches": _harmless("there is no test split"),
+    "trainer.limit_test_batches": "there is no test split",
     "trainer.log_every_n_steps": _to("train.log_every", _count),
-    "trainer.sequential_move_factor": _harmless("weights are initialized on the device, not moved"),
+    "trainer.sequential_move_factor": "weights are initialized on the device, not moved",
     # distributed_strategy
     "distributed_strategy.tensor_model_parallel_size": _to("parallel.tensor", _count),
     "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline", _count),
@@ -421,32 +416,28 @@ RULES: dict[str, Rule] = {
     # training
     "data.micro_batch_size": _to("train.micro_batch_size", _count),
     "data.global_batch_size": _to("train.global_batch_size", _count),
-    "model.qkv_linear": _harmless("Q, K and V are one projection, with KV heads replicated as needed"),
-    "model.fuse_qkv": _harmless("Q, K and V are always fused"),
+    "model.qkv_linear": "Q, K and V are one projection, with KV heads replicated as needed",
+    "model.fuse_qkv": "Q, K and V are always fused",
     "model.pipeline_cuts": _pipeline_cuts,
     "model.activations_checkpoint_granularity": _one_of("train.recompute", RECOMPUTE),
     **dict.fromkeys(
         ("model.activations_checkpoint_recompute", "model.activations_checkpoint_recompute_mlp"),
-        _harmless(
-            "selective saves attention and the projections, and recomputes norms, rotation and activations"
-        ),
+        "selective saves attention and the projections, and recomputes norms, rotation and activations",
     ),
-    "model.fusions.softmax": _harmless(KERNEL),
-    "model.fusions.flash_attention": _harmless(KERNEL),
-    "model.fusions.ring_attention": _harmless("follows from parallel.context"),
-    "model.transpose_nki_inputs": _harmless(KERNEL),
-    "model.use_cpu_initialization": _harmless(
-        "weights depend only on the seed and their names, on any device"
-    ),
+    "model.fusions.softmax": KERNEL,
+    "model.fusions.flash_attention": KERNEL,
+    "model.fusions.ring_attention": "follows from parallel.context",
+    "model.transpose_nki_inputs": KERNEL,
+    "model.use_cpu_initialization": "weights depend only on the seed and their names, on any device",
     NORMS: _norm_weight_decay,
-    "model.wrap_with_zero": _harmless("see parallel.data_sharding"),
+    "model.wrap_with_zero": "see parallel.data_sharding",
     # model.optim
     "model.optim.name": _one_of("", {"adamw": "", "adamw_fp32OptState": ""}, "AdamW with float32 states"),
     "model.optim.lr": _to("train.learning_rate", _number),
     "model.optim.weight_decay": _weight_decay,
     "model.optim.betas": _to("train.betas", _betas),
     "model.optim.eps": _to("train.epsilon", _number),
-    "model.optim.capturable": _harmless("only affects CUDA graphs"),
+    "model.optim.capturable": "only affects CUDA graphs",
     f"{SCHEDULE}.name": _schedule,
     f"{SCHEDULE}.warmup_steps": _to("train.warmup_steps", _index),
     f"{SCHEDULE}.warmup_ratio": _warmup_ratio,
@@ -457,42 +448,37 @@ RULES: dict[str, Rule] = {
     "precision.type": _precision,
     "precision.parallel_layers_reduce_dtype": _reduce_dtype,
     # exp_manager
-    "exp_manager.explicit_log_dir": _harmless(STORE),
-    "exp_manager.exp_dir": _harmless(STORE),
-    "exp_manager.name": _harmless("a run is named after its profile, or by --name"),
+    "exp_manager.explicit_log_dir": STORE,
+    "exp_manager.exp_dir": STORE,
+    "exp_manager.name": "a run is named after its profile, or by --name",
     "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
         key, {"checkpoint.resume": "newest" if found.flag(key, isinstance(value, Unresolved)) else "none"}
     ),
-    "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts anew"),
-    "exp_manager.create_tensorboard_logger": _harmless(ALWAYS),
-    "exp_manager.create_checkpoint_callback": _harmless("see checkpoint.every"),
-    "exp_manager.log_parameter_norm": _harmless("always logged"),
-    "exp_manager.log_gradient_norm": _harmless("always logged"),
-    "exp_manager.log_local_rank_0_only": _harmless("metrics are written once, by rank 0"),
-    "exp_manager.enable_recovery_time_instrumentation": _harmless(
-        "the log has the time of each attempt and each checkpoint"
-    ),
-    "exp_manager.save_xser": _harmless(FORMAT),
-    "exp_manager.load_xser": _harmless("`trainshed convert` detects the format"),
-    "exp_manager.save_bf16": _harmless("checkpoints keep the float32 master weights"),
+    "exp_manager.resume_ignore_no_checkpoint": "a run without a checkpoint starts anew",
+    "exp_manager.create_tensorboard_logger": ALWAYS,
+    "exp_manager.create_checkpoint_callback": "see checkpoint.every",
+    "exp_manager.log_parameter_norm": "always logged",
+    "exp_manager.log_gradient_norm": "always logged",
+    "exp_manager.log_local_rank_0_only": "metrics are written once, by rank 0",
+    "exp_manager.enable_recovery_time_instrumentation": "the log has the time of each attempt and each checkpoint",
+    "exp_manager.save_xser": FORMAT,
+    "exp_manager.load_xser": "`trainshed convert` detects the format",
+    "exp_manager.save_bf16": "checkpoints keep the float32 master weights",
     "exp_manager.async_checkpointing": _to("checkpoint.async", _flag),
-    "exp_manager.ckpt_ptl_version": _harmless("PyTorch Lightning is not used"),
+    "exp_manager.ckpt_ptl_version": "PyTorch Lightning is not used",
     f"{CALLBACK}.every_n_train_steps": _checkpoint_interval,
     f"{CALLBACK}.save_top_k": _keep,
-    f"{CALLBACK}.save_last": _harmless("the last step's checkpoint is always saved"),
-    f"{CALLBACK}.use_master_weights_in_ckpt": _harmless(ALWAYS),
+    f"{CALLBACK}.save_last": "the last step's checkpoint is always saved",
+    f"{CALLBACK}.use_master_weights_in_ckpt": ALWAYS,
     **{
-        f"{CALLBACK}.{name}": _harmless("the latest checkpoints are kept, named by their step")
+        f"{CALLBACK}.{name}": "the latest checkpoints are kept, named by their step"
         for name in ("monitor", "mode", "filename", "model_parallel_size")
     },
     # how data is read
-    **{
-        f"data.{name}": _harmless(FILES)
-        for name in ("data_impl", "skip_warmup", "num_workers", "index_mapping_dir")
-    },
-    "data.dataloader_type": _harmless("samples are shuffled by the seed"),
-    "data.validation_drop_last": _harmless("the last batch is evaluated too"),
-    "data.pad_samples_to_global_batch_size": _harmless("the last batch is evaluated as it is"),
+    **{f"data.{name}": FILES for name in ("data_impl", "skip_warmup", "num_workers", "index_mapping_dir")},
+    "data.dataloader_type": "samples are shuffled by the seed",
+    "data.validation_drop_last": "the last batch is evaluated too",
+    "data.pad_samples_to_global_batch_size": "the last batch is evaluated as it is",
     "data.no_seqlen_plus_one_input_tokens": _only(False, "each sample has one more target", Effect.DIFFERS),
     "data.eod_mask_loss": _only(False, "is not supported: the loss counts each document's EOS token"),
     "data.fine_tuning": _only(False, "is not supported by NxD Training either"),

@@ -153,11 +153,9 @@ class Translation:
     def path(self, key: str) -> str | None:
         """The path that a key names, variables and ~ expanded; None if it is missing or unresolved."""
         value = self.get(key)
-        return (
-            None
-            if value is None or isinstance(value, Unresolved)
-            else os.path.expandvars(os.path.expanduser(str(value)))
-        )
+        if value is None or isinstance(value, Unresolved):
+            return None
+        return os.path.expandvars(os.path.expanduser(str(value)))
 
     def _add(self, line: Line) -> None:
         """Keep the more severe of two lines for one key: an error is never replaced."""

@@ -155,10 +155,7 @@ OWN = {
     "gemma2": own(
         "Gemma2",
         "arXiv 2408.00118",
-        fields={
-            **_GEMMA_FIELDS,
-            **same("attn_logit_softcapping", "final_logit_softcapping"),
-        },
+        fields={**_GEMMA_FIELDS, **same("attn_logit_softcapping", "final_logit_softcapping")},
         values=_GEMMA_VALUES,
         defaults={
             **_GEMMA_DEFAULTS,

@@ -55,10 +55,7 @@ HYBRIDS = {
         "huggingface.co/Qwen/Qwen3.5-27B",
         model="hybrid:Hybrid",
         model_type="qwen3_5_text",
-        fields={
-            **_LINEAR,
-            **same("partial_rotary_factor", "num_nextn_predict_layers"),
-        },
+        fields={**_LINEAR, **same("partial_rotary_factor", "num_nextn_predict_layers")},
         values={"tie_word_embeddings": (False, True), **_ONE_MODULE},
         defaults={**_QWEN_LINEAR, "num_key_value_heads": 4},
         fixed={**_QWEN_FIXED, "output_gate_type": "swish"},

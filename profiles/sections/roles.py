@@ -80,16 +80,12 @@ class Role:
 
     def direct(self, profile: Profile) -> set[str]:
         """The parts whose keys contain the key of the profile themselves."""
-        return {name for name, conditions in self.parts if not conditions or _any(conditions, profile)}
+        return {name for name, given in self.parts if not given or any(each.holds(profile) for each in given)}
 
     @property
     def makes_another_run(self) -> bool:
         """Whether a change makes another run, rather than continuing the run in another way."""
         return bool(closure({name for name, _ in self.parts}) & {"identity", "name"})
-
-
-def _any(conditions: tuple[Condition, ...], profile: Profile) -> bool:
-    return any(condition.holds(profile) for condition in conditions)
 
 
 def closure(parts: set[str]) -> set[str]:

@@ -58,13 +58,9 @@ class Row:
         before, after = self.before, self.after
         if before is None or after is None or not math.isfinite(before) or not math.isfinite(after):
             return f"{self.set} was not measured: it is {before} before and {after} after"
-        change = "did not change" if after == before else "rose" if after > before else "fell"
-        moved = (
-            f"{self.set} {change} at {after:.4f}"
-            if after == before
-            else f"{self.set} {change} from {before:.4f} to {after:.4f}"
-        )
-        return f"{moved} (required: {self.limit})"
+        moved = f"{'rose' if after > before else 'fell'} from {before:.4f} to {after:.4f}"
+        moved = f"did not change at {after:.4f}" if after == before else moved
+        return f"{self.set} {moved} (required: {self.limit})"
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,9 @@ class GenerationStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         """Run the job, and write its rows as documents."""
         output = context.run_folder / run_files.LOGS / f"generated-{key[:16]}.npy"
-        numbers = ("--first", str(self.first), "--count", str(self.count))
-        arguments = ("--output", str(output), *numbers, "--profile", str(self.profile_file))
-        job = cluster_job("sample", context, key, self.dataset, None, *arguments)
-        if self.weights is not None:
-            job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
+        rows = {"output": output, "first": self.first, "count": self.count}
+        model = {"profile": self.profile_file, "weights": self.weights}
+        job = cluster_job("sample", context, key, self.dataset, None, **rows, **model)
         contents = read_file(context.store, self.dataset)
         if not output.exists():  # left by a job that ended while no flow followed it
             run_job(context.profile, job, output)

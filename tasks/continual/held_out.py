@@ -110,7 +110,7 @@ class HeldOut:
         # Several runs may have had the name.
         origins = (f"{RUN}{run}{number}" for number in chain([""], (f"~{n}" for n in count(1))))
         origin = next(name for name in origins if name not in taken)
-        if has_sets(contents):
+        if any("by_hash" in source for source in contents.get("sources", ())):  # are held-out sets
             parts: dict[str, list[Entry]] = defaultdict(list)
             entries = iter(contents["validation"])
             for each in contents["sources"]:
@@ -157,11 +157,6 @@ class HeldOut:
 def place(entry: Entry) -> tuple[str, int]:
     """What a shard's entry is told from others by."""
     return entry["path"], entry.get("start", 0)
-
-
-def has_sets(contents: Mapping[str, Any]) -> bool:
-    """Whether the sources of a dataset are held-out sets, from its corpus.json."""
-    return any("by_hash" in source for source in contents.get("sources", ()))
 
 
 def held_out_by_hash(data: Data) -> set[str]:

@@ -34,7 +34,8 @@ def write(store: Store, found: Series) -> str:
 
 
 def render(found: Series) -> str:
-    rounds, latest = found.rounds, _latest(found)
+    rounds = found.rounds
+    latest = next((each for each in rounds if each.current and each.rows), None)  # None of the first run
     counts = {
         outcome: sum(each.outcome == outcome for each in rounds) for outcome in (PROMOTED, NOT_PROMOTED)
     }
@@ -123,8 +124,3 @@ def _sets(each: Round) -> str:
     reason = [html.paragraph(each.reason, muted=True)] if each.reason else []
     table = html.table(COLUMNS, [row.cells for row in each.rows])
     return html.details(f"{each.run}: {each.outcome}", *reason, table)
-
-
-def _latest(found: Series) -> Round | None:
-    """The round of the promoted model; None if it is the first run."""
-    return next((each for each in found.rounds if each.current and each.rows), None)

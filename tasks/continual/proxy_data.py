@@ -14,9 +14,8 @@ from itertools import islice
 from typing import Any, Self
 
 from modeling.data.replay import stream_shares
-from profiles.files import state_files
 from tasks import keys
-from tasks.continual.held_out import round_origin
+from tasks.continual.held_out import place, round_origin
 from tasks.continual.replay import History, publish
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import read_file
@@ -90,8 +89,7 @@ class ProxyData:
 
 def read_pinned(store: Store, run: str) -> ProxyData | None:
     """The data that a proxy was trained on; None if there is no such proxy."""
-    data = store.run_folder(run).read(FILE)
-    found = state_files.parse(data) if data is not None else None
+    found = store.run_folder(run).read_json(FILE)
     return ProxyData(**found) if found else None
 
 
@@ -117,11 +115,10 @@ def _source_shares(everything: Mapping[str, Any], new: Mapping[str, Any]) -> dic
     if parts:
         weights = {part.get("name", str(n)): part["weight"] for n, part in enumerate(parts) if part["weight"]}
     else:
-        chosen = {(entry["path"], entry.get("start", 0)) for entry in new["train"]}
+        chosen = set(map(place, new["train"]))
         entries, weights = iter(everything["train"]), {}
         for source in everything["sources"]:
-            own = islice(entries, source["shards"])
-            found = [entry for entry in own if (entry["path"], entry.get("start", 0)) in chosen]
+            found = [entry for entry in islice(entries, source["shards"]) if place(entry) in chosen]
             if tokens := sum(entry["tokens"] for entry in found):
                 weights[source["name"]] = tokens
     total = sum(weights.values())

@@ -21,7 +21,7 @@ from modeling.data.replay import HistoryStream, Replay, plan
 from modeling.data.sample_order import WindowOrder, sample_number
 from parallel.checkpoint.locations import MARKER
 from profiles.errors import ProfileError
-from profiles.files import run_files, state_files
+from profiles.files import run_files
 from tasks import keys
 from tasks.continual import series
 from tasks.continual.held_out import place
@@ -261,7 +261,7 @@ def samples_read(run: RunFolder, steps: int, batch: int) -> int:
         steps: the run's last one.
         batch: samples of a step.
     """
-    marker = state_files.parse(run.read(f"{run_files.checkpoint(steps)}/{MARKER}") or b"") or {}
+    marker = run.read_json(f"{run_files.checkpoint(steps)}/{MARKER}")
     left_out = [(int(start), int(end)) for start, end in marker.get("left_out", ())]
     return sample_number(steps * batch, left_out)
 

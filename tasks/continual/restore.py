@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from modeling.data.replay import HistoryStream
-from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files
 from tasks import inputs
@@ -34,7 +33,9 @@ def restore(context: Context, tokenizer: Artifact, drawn: Iterable[tuple[History
     wanted: dict[tuple[str, str], set[str]] = defaultdict(set)
     for stream, entry in drawn:
         wanted[stream.run, stream.identity] |= tokens_of([entry])
-        _require_pair(stream, entry)
+        path = Path(entry["path"])  # absolute: a local Megatron pair, which is read where it is
+        if path.is_absolute() and not path.with_name(f"{path.name}.bin").exists():
+            raise _lost(stream.run, {entry["path"]}, "there is no such pair of files")
     for (run, identity), keys in wanted.items():
         if (missing := _missing(context, keys)) and (
             lost := missing - _tokenize_again(context, tokenizer, run, identity, missing)
@@ -82,7 +83,7 @@ def _tokenize_again(
     if folder is None or not recorded or not pins:
         where = store.run_folder(run).path
         raise _lost(run, missing, f"its run folder, {where}, is not that of the run any more")
-    profile = resolve.load(str(runs.fetch(store, folder.name) / run_files.PROFILE))
+    profile = runs.load_profile(runs.fetch(store, folder.name))
     own = store.artifacts.find(TokenizerStep.id(recorded["tokenizer"]), hash_limit=0)
     lockfile = inputs.Lockfile.from_bytes(pins, folder.location(run_files.LOCKFILE))
     pinned = inputs.resolve(profile, store, context.token, lockfile, data_only=True)
@@ -103,13 +104,6 @@ def _tokenize_again(
     except (SourceError, OSError) as error:
         raise _lost(run, missing, f"{name}: {error}") from error
     return {plan.key(k) for k in wanted}
-
-
-def _require_pair(stream: HistoryStream, entry: Entry) -> None:
-    """Raise ProfileError if a local Megatron pair, which is read where it is, is gone."""
-    path = Path(entry["path"])
-    if path.is_absolute() and not path.with_name(f"{path.name}.bin").exists():
-        raise _lost(stream.run, {entry["path"]}, "there is no such pair of files")
 
 
 def _lost(run: str, shards: Set[str], reason: str) -> ProfileError:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from profiles.errors import ProfileError, closest
-from profiles.files import run_files, state_files
+from profiles.files import run_files
 from tasks.continual import series
 from tasks.continual.gates import RISES, Row, Verdict
 from tasks.continual.series import Promoted
@@ -69,13 +69,7 @@ class Series:
     rounds: Sequence[Round] = field(default_factory=list)
 
 
-def record(
-    store: Store,
-    run: str,
-    promoted: Promoted,
-    verdict: Verdict,
-    data: Mapping[str, Any],
-) -> None:
+def record(store: Store, run: str, promoted: Promoted, verdict: Verdict, data: Mapping[str, Any]) -> None:
     """Record how a round was judged, in its run folder; `data` is the summary of its dataset."""
     facts = {
         "outcome": PROMOTED if verdict.promotes else NOT_PROMOTED,
@@ -92,9 +86,7 @@ def record(
 
 def forgot(store: Store, run: str) -> bool:
     """Whether a round missed a gate because a loss rose too much, which more replay may prevent."""
-    data = store.run_folder(run).read(run_files.ROUND)
-    facts = state_files.parse(data) if data is not None else None
-    rows = [Row(**row) for row in (facts or {}).get("rows", ())]
+    rows = [Row(**row) for row in store.run_folder(run).read_json(run_files.ROUND).get("rows", ())]
     return any(row.met is False and row.limit.startswith(RISES) for row in rows)
 
 
@@ -108,9 +100,10 @@ def read_series(store: Store, name: str) -> Series:
     """Read a series. Raises ProfileError if there is no such series, with the nearest names."""
     promoted = series.promoted_model(store, name)
     if promoted is None:
-        runs = [run for run, entry in store.backend.entries("runs").items() if entry.is_folder]
+        folders = [run for run, entry in store.backend.entries("runs").items() if entry.is_folder]
+        started = [run for run in folders if not NUMBER.search(run) and "~" not in run]
         reason = f"is no series in {store.uri}: no run of this name was trained to its end and exported"
-        raise ProfileError("name", name, reason, closest(name, _started(runs)))
+        raise ProfileError("name", name, reason, closest(name, started))
     rounds = [Round(name, 0, FIRST, **_facts(read_run(store, name)), current=promoted.run == name)]
     for run, number in _rounds(store, name):
         found = _read(store, run, number, promoted)
@@ -195,10 +188,7 @@ def _rounds(store: Store, name: str) -> Iterable[tuple[str, int]]:
 
 def _read(store: Store, run: str, number: int, promoted: Promoted) -> Round | None:
     """A round; None if it belongs to a replaced series of the same name."""
-    folder = store.run_folder(run)
-    location = store.backend.location(f"runs/{run}/{run_files.ROUND}")
-    data = folder.read(run_files.ROUND)
-    facts = state_files.require_json(data, location) if data is not None else {}
+    facts = store.run_folder(run).require_json(run_files.ROUND) or {}
     if facts and facts.get("dataset") != promoted.dataset:
         return None
     view = read_run(store, run)
@@ -211,11 +201,6 @@ def _read(store: Store, run: str, number: int, promoted: Promoted) -> Round | No
 def _facts(view: RunView) -> dict[str, Any]:
     """Time and cost of a run; nothing if its files cannot be read."""
     return {"seconds": view.use.total or None, "cost": view.cost}
-
-
-def _started(runs: Sequence[str]) -> list[str]:
-    """Names of runs that are no rounds."""
-    return [run for run in runs if not NUMBER.search(run) and "~" not in run]
 
 
 def to_json(found: Series) -> Mapping[str, Any]:

@@ -11,9 +11,8 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 
-from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.files import run_files, state_files
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks.continual import ancestors
 from tasks.continual.ancestors import Ancestors
@@ -58,19 +57,14 @@ class Promoted:
 
 def promoted_model(store: Store, name: str) -> Promoted | None:
     """The promoted model of a series; None until its first run has been trained and exported."""
-    recorded = store.backend.read(_name(name, run_files.STANDING))
-    if recorded is not None:  # if it is corrupted, raise: ignoring it would restart the series from round 0
-        return Promoted(
-            **state_files.require_json(recorded, store.backend.location(_name(name, run_files.STANDING)))
-        )
-    recorded = store.backend.read(_name(name, run_files.INPUTS))
-    if recorded is None or not store.run_folder(name).files(EXPORT):
+    run = store.run_folder(name)
+    # If it is corrupted, this raises: ignoring it would restart the series from round 0.
+    if (standing := run.require_json(run_files.STANDING)) is not None:
+        return Promoted(**standing)
+    inputs = run.require_json(run_files.INPUTS)
+    if inputs is None or not run.files(EXPORT) or ledger.find(store, inputs["identity"]) is None:
         return None
-    inputs = state_files.require_json(recorded, store.backend.location(_name(name, run_files.INPUTS)))
-    if ledger.find(store, inputs["identity"]) is None:
-        return None
-    steps = resolve.load(str(runs.fetch(store, name) / run_files.PROFILE)).train.steps
-    if steps not in store.run_folder(name).checkpoint_steps():
+    if runs.load_profile(runs.fetch(store, name)).train.steps not in run.checkpoint_steps():
         return None  # exported before training finished
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
@@ -82,8 +76,7 @@ def record_not_promoted(store: Store, name: str, alert: str = "") -> None:
 
 def last_alert(store: Store, name: str) -> str:
     """Digest of the alert that was sent about a round that was not promoted; empty without one."""
-    recorded = state_files.parse(store.run_folder(name).read(run_files.NOT_PROMOTED) or b"") or {}
-    return str(recorded.get("alert", ""))
+    return str(store.run_folder(name).read_json(run_files.NOT_PROMOTED).get("alert", ""))
 
 
 def was_not_promoted(store: Store, name: str) -> bool:
@@ -93,9 +86,7 @@ def was_not_promoted(store: Store, name: str) -> bool:
 
 def recorded_inputs(store: Store, name: str) -> dict[str, str] | None:
     """What a round trains on and starts from (runs.read_inputs); None before it has begun to train."""
-    recorded = store.run_folder(name).read(run_files.INPUTS)
-    where = store.backend.location(_name(name, run_files.INPUTS))
-    return None if recorded is None else state_files.require_json(recorded, where)
+    return store.run_folder(name).require_json(run_files.INPUTS)
 
 
 def latest_step(store: Store, promoted: Promoted) -> int:
@@ -174,8 +165,5 @@ def promote(
 
 def set_promoted(store: Store, name: str, promoted: Promoted) -> None:
     """Record the promoted model of a series, atomically."""
-    store.backend.write(_name(name, run_files.STANDING), json.dumps(asdict(promoted), indent=1).encode())
-
-
-def _name(run: str, file: str) -> str:
-    return f"runs/{run}/{file}"
+    contents = json.dumps(asdict(promoted), indent=1).encode()
+    store.backend.write(f"runs/{name}/{run_files.STANDING}", contents)

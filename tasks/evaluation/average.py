@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
-from tasks.launchers import Job
 from tasks.step import Context
 from tasks.steps import generation
 from tasks.steps.checkpoint import CheckpointStep
@@ -57,6 +56,7 @@ class AverageStep(EvaluationStep):
 
     kind = "average"
     name = "average"
+    job_name = "evaluate-average"
 
     def title(self, profile: Profile) -> str:
         return f"average {self.label}"
@@ -78,9 +78,8 @@ class AverageStep(EvaluationStep):
             self._convert("trainshed", store.scratch_folder(scratch) / "step_0")
             return super().make(context, key)
 
-    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
-        folder = context.store.scratch_folder(f"average-{key[:16]}")
-        return replace(job, name="evaluate-average").with_arguments("--checkpoints", str(folder))
+    def job_options(self, context: Context, key: str) -> dict[str, object]:
+        return {"checkpoints": context.store.scratch_folder(f"average-{key[:16]}")}
 
     def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
         self._convert("hf", staging / MODEL)

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from modeling.training.metrics import OF_TASKS
+from profiles.arguments import to_arguments
 from profiles.errors import ProfileError, install_command
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
@@ -59,6 +60,7 @@ class CheckpointEvaluationStep(EvaluationStep):
     profile_file: Path | None = None  # the profile of the evaluation; None: the run's
 
     kind = "checkpoint-evaluation"
+    job_name = "evaluate-checkpoint"
 
     def title(self, profile: Profile) -> str:
         return f"evaluate {profile.name} at step {self.step}"
@@ -70,9 +72,8 @@ class CheckpointEvaluationStep(EvaluationStep):
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"step {self.step:,}: {super().describe(summary)}"
 
-    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
-        job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
-        return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job
+    def job_options(self, context: Context, key: str) -> dict[str, object]:
+        return {"step": self.step, "profile": self.profile_file}
 
 
 @dataclass
@@ -105,15 +106,13 @@ class TaskStep(Step):
         """
         model = self._export(context)
         output = context.run_folder / run_files.LOGS / f"task-{key[:16]}.json"
-        options = ["--model", str(model), "--task", self.task, "--output", str(output)]
-        options += ["--include", str(self.include)] if self.include else []
-        options += ["--limit", str(self.limit)] if self.limit is not None else []
-        device = "cuda" if context.profile.cluster.device == "cuda" else "cpu"
+        options = {"include": self.include, "limit": self.limit}
+        options["device"] = "cuda" if context.profile.cluster.device == "cuda" else "cpu"
         secrets = (("HF_TOKEN", context.token),) if context.token else ()
         job = Job(
             name="task",
             program="tasks.evaluation.harness",
-            arguments=(*options, "--device", device),
+            arguments=to_arguments(model=model, task=self.task, output=output, **options),
             folder=context.run_folder / run_files.LOGS,
             threads=context.profile.cluster.threads,
             key=key,
@@ -177,8 +176,7 @@ def require_tasks(tasks: Iterable[str], include: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, RESULT)
         command = [sys.executable, "-P", "-m", "tasks.evaluation.harness", "--output", str(output)]
-        command += [f"--task={name}" for name in tasks]
-        command += ["--include", str(include)] if include else []
+        command += [*(f"--task={name}" for name in tasks), *to_arguments(include=include)]
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         result = state_files.read_json(output)  # None if lm-eval fails, which its jobs report
     if result and result["unknown"]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from profiles.files import run_files
 from tasks import failures, keys
-from tasks.launchers import Job
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
 from tasks.steps.jobs import cluster_job, run_json_job
@@ -44,7 +43,7 @@ class EvaluationStep(Step):
     reference: Artifact | None = None  # log-probabilities of the reference model
 
     kind = "evaluation"
-    name = "evaluate"
+    name = job_name = "evaluate"
 
     def key(self, context: Context) -> str:
         profile = context.profile
@@ -67,12 +66,14 @@ class EvaluationStep(Step):
         profile, folder = context.profile, context.run_folder
         # One file per key: a run may also be evaluated on another run's data.
         output = folder / run_files.LOGS / f"evaluation-{key[:16]}.json"
-        job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
-        job = self.adapt_job(job, context, key)
-        if self.reference:
-            job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
-        if profile.uses_initial_weights and self.weights:
-            job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
+        job = cluster_job(
+            *("evaluate", context, key, self.dataset, self.graphs),
+            output=output,
+            **self.job_options(context, key),
+            reference=self.reference,
+            weights=self.weights if profile.uses_initial_weights else None,
+        )
+        job = replace(job, name=self.job_name)
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.id(key), summary) as staging:
             result = run_json_job(profile, job, output)
@@ -85,9 +86,9 @@ class EvaluationStep(Step):
         output.unlink()
         return context.store.artifacts.expect(self.id(key))
 
-    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
-        """The job to run; subclasses override this to change it."""
-        return job
+    def job_options(self, context: Context, key: str) -> dict[str, object]:
+        """Further options of the job; for subclasses."""
+        return {}
 
     def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
         """Add files and summary entries to the artifact; for subclasses."""
@@ -124,9 +125,8 @@ class SetsEvaluationStep(EvaluationStep):
         identity = keys.digest([self.identity, "sets"])
         return keys.evaluation(run, identity, profile.train, profile.evaluate.metrics)
 
-    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
-        profile = ("--profile", str(self.profile_file)) if self.profile_file else ()
-        return job.with_arguments("--sets", *profile)
+    def job_options(self, context: Context, key: str) -> dict[str, object]:
+        return {"sets": True, "profile": self.profile_file}
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         shown = [f"{name} {each['loss']:.4f}" for name, each in summary["sets"].items()]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
+from tasks import keys
 from tasks.store.store import Store
 
 
@@ -28,6 +29,15 @@ def load_profile(folder: Path, overrides: Sequence[str]) -> Profile:
         resolve.check(profile)
         _require_same_inputs(resolve.load(path, (), folder.name), profile)
     return profile
+
+
+def write_profile(folder: Path, job: str, profile: Profile) -> Path:
+    """Write the profile of a job into a run folder, named by its contents: others may still load theirs."""
+    text = resolve.dump(profile)
+    file = folder / run_files.LOGS / f"{job}-{keys.digest(text)[:8]}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    state_files.write(file, text)
+    return file
 
 
 def _require_same_inputs(of_run: Profile, profile: Profile) -> None:

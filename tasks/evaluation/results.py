@@ -33,7 +33,8 @@ def record(
     with store.lock(f"evaluations-{run}"):
         data = folder.read(run_files.EVALUATIONS) or b""
         data += b"\n" * (not data.endswith(b"\n") and data != b"")  # after a line that was cut off
-        known = _merge(_rows(data)).get(step, {})
+        rows = [row for line in data.splitlines() if (row := state_files.parse(line)) and is_metrics(row)]
+        known = _merge(rows).get(step, {})
         about = {"checkpoint": checkpoint} if checkpoint else {}
         if all(known.get(name) == value for name, value in {**about, **metrics}.items()):
             return False
@@ -65,10 +66,6 @@ def _merge(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             merged.clear()
         merged.update(row)
     return found
-
-
-def _rows(data: bytes) -> list[dict[str, Any]]:
-    return [row for line in data.splitlines() if (row := state_files.parse(line)) and is_metrics(row)]
 
 
 def _write_tensorboard(folder: Path, step: int, metrics: Mapping[str, float]) -> None:

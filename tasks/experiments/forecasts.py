@@ -128,6 +128,11 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     return document
 
 
+def log_forecast(run: str, forecast: Mapping[str, Any]) -> None:
+    figures = (forecast["loss"], 100 * forecast["share"], *forecast["interval"])
+    log.info("forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f", run, *figures)
+
+
 def outcome(
     forecast: Mapping[str, Any], tokens: int, loss: float, metrics: Mapping[str, float] | None = None
 ) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
-from pathlib import Path
 
 from profiles.errors import counted
 from tasks.fleet.fleet import ACTIVE, Fleet, Node, RunView
@@ -63,12 +62,6 @@ def render(fleet: Fleet) -> str:
         ],
         wide=True,
     )
-
-
-def write_page(fleet: Fleet, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(fleet))
-    return path
 
 
 def key_figures(fleet: Fleet) -> dict[str, str]:

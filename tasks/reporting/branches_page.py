@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from profiles.experiments import Branches
@@ -13,14 +12,10 @@ from tasks.reporting.format import format_count
 from tasks.store.store import Store
 
 
-def write(
-    path: Path,
-    spec: Branches,
-    store: Store,
-    runs: Sequence[Mapping[str, Any]],
-    averages: Sequence[Mapping[str, Any]],
-) -> Path:
-    """Write the page of a trunk, the first of `runs`, its branches and averages; returns its path."""
+def render(
+    spec: Branches, store: Store, runs: Sequence[Mapping[str, Any]], averages: Sequence[Mapping[str, Any]]
+) -> str:
+    """The page of a trunk, the first of `runs`, its branches and averages."""
     loaded, histories = comparison_page.load_runs(store, [run["run"] for run in runs])
     trunk, *branches = runs
     rows = [
@@ -42,7 +37,7 @@ def write(
         spec.description
         or f"{len(branches)} branch{'es' * (len(branches) != 1)} of one trunk, {trunk['run']}"
     )
-    return comparison_page.write_page(loaded, histories, path, (spec.name, about), sections)
+    return comparison_page.render(loaded, histories, (spec.name, about), sections)
 
 
 def _chart(trunk: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> str:

@@ -82,14 +82,13 @@ def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def write_page(
+def render(
     runs: Sequence[Mapping[str, Any]],
     histories: Sequence[History],
-    path: Path,
     titles: tuple[str, str] | None = None,
     first: Sequence[str] = (),
-) -> Path:
-    """Write the comparison as an HTML page; returns its path.
+) -> str:
+    """The comparison as an HTML page.
 
     Args:
         titles: title and subtitle; None names the runs.
@@ -118,9 +117,7 @@ def write_page(
     subtitle = f"Comparison of {len(runs)} runs" if len(runs) > 1 else "Results and loss curves"
     *others, last = names
     title, subtitle = titles or (f"{', '.join(others)} and {last}" if others else last, subtitle)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html.page(title, subtitle, [*first, *sections]))
-    return path
+    return html.page(title, subtitle, [*first, *sections])
 
 
 def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str, Location]:

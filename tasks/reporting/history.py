@@ -161,11 +161,8 @@ class History:
 def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
     """Seconds to the last step at the pace of the latest rows; None after it or if the pace is unknown."""
     usual = usual_step(rows)
-    return (
-        None
-        if usual is None or rows[-1]["step"] >= steps
-        else (steps - rows[-1]["step"]) * usual["step_seconds"]
-    )
+    left = steps - rows[-1]["step"]
+    return None if usual is None or left <= 0 else left * usual["step_seconds"]
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

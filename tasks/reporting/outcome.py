@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from profiles.files import run_files
 
 AFTER_TRAINING = ("evaluate", "export", "report")  # steps of a run
 
@@ -20,6 +23,30 @@ class Outcome:
     note: str = ""  # one line for the reader, for example why a step was skipped
     summary: Mapping[str, Any] = field(default_factory=dict)  # summary of the step's artifact
     retries: int = 0  # failed attempts before this one
+
+
+def run_result(
+    folder: Path, export: str, report: str, evaluated: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What a flow returns of a finished run: final metrics, and paths of the outputs.
+
+    Args:
+        export: the part of the run folder with the exported model.
+        evaluated: summary of the final evaluation.
+        before: summary of the evaluation of the initial weights; None without one.
+    """
+    names = ("validation_loss", "perplexity", "metrics")
+    return {
+        "run": folder.name,
+        "folder": str(folder),
+        "export": str(folder / export),
+        "metrics": str(folder / run_files.METRICS),
+        "report": report,
+        "validation_loss": evaluated["validation_loss"],
+        "perplexity": evaluated["perplexity"],
+        "evaluation": {name: evaluated[name] for name in names},
+        "before": before and {name: before[name] for name in names},
+    }
 
 
 def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[str, Any] | None:

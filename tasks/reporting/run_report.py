@@ -57,7 +57,10 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
             html.section("Loss", *_loss(profile, facts, history)),
             html.section("Learning rate and gradient norm", _optimization(history)),
-            html.section("Validation loss by data source", *_sources(history)),
+            html.section(
+                "Validation loss by data source",
+                line_chart(history.source_series(), x_label="step", y_label="validation loss"),
+            ),
             html.section("Evaluations of checkpoints", *_checkpoints(facts.get("evaluations", []))),
             html.section("Throughput and memory", *_throughput(history)),
             html.section("Experts", *_experts(facts["experts"])),
@@ -144,12 +147,6 @@ def _beside(lines: Sequence[Series]) -> str:
     shown = [line for line in lines if line.points]
     charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in shown]
     return html.columns(*charts)
-
-
-def _sources(history: History) -> list[str]:
-    """A chart of their losses during training; nothing if sources were not evaluated separately."""
-    lines = history.source_series()
-    return [line_chart(lines, x_label="step", y_label="validation loss")] if lines else []
 
 
 def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -25,20 +25,15 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
     """Shards of a dataset's split. Raises ProfileError for an unknown name or format or a loading script."""
     from huggingface_hub import HfApi
 
-    repository = _repository(source)
-    commit = huggingface.ask(
-        lambda: HfApi(token=token).dataset_info(repository, revision=source.revision).sha,
-        f"{key}.repository",
-        repository,
-        source.revision,
-    )
+    repository, revision = _repository(source), source.revision
+    where = f"{key}.repository", repository
+    api = HfApi(token=token)
+    commit = huggingface.ask(lambda: api.dataset_info(repository, revision=revision).sha, *where, revision)
     if commit is None:  # the hub's answers have one, a mirror's may not
-        raise ProfileError(f"{key}.repository", repository, "the hub does not name the dataset's commit")
-    if source.revision == CONVERTED:
-        paths = _converted_files(source, key, commit, token)
-    else:
-        paths = _split_files(source, key, commit, token)
-    require_known_formats(paths, f"{key}.repository", repository)
+        raise ProfileError(*where, "the hub does not name the dataset's commit")
+    find = _converted_files if revision == CONVERTED else _split_files
+    paths = find(source, key, commit, token)
+    require_known_formats(paths, *where)
     files = describe_files(paths, False, digests, token)
     return [
         replace(shard, fetch=not source.streaming, name=shard.name.removeprefix(HUB_PREFIX))
@@ -54,9 +49,7 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
     try:
         builder = huggingface.ask(
             lambda: load_dataset_builder(repository, source.config, revision=commit, token=token),
-            f"{key}.repository",
-            repository,
-            commit,
+            *(f"{key}.repository", repository, commit),
         )
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
@@ -87,9 +80,7 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     repository = _repository(source)
     names = huggingface.ask(
         lambda: HfApi(token=token).list_repo_files(repository, revision=commit, repo_type="dataset"),
-        f"{key}.repository",
-        repository,
-        commit,
+        *(f"{key}.repository", repository, commit),
     )
     tables = sorted(name for name in names if name.endswith(".parquet") and name.count("/") == 2)
     configs = sorted({name.split("/")[0] for name in tables})
@@ -109,18 +100,14 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
 def _loading_script_error(source: Source, key: str, token: str | None) -> ProfileError:
     from huggingface_hub import HfApi
 
-    repository = _repository(source)
+    repository, api = _repository(source), HfApi(token=token)
+    where = f"{key}.repository", repository
     reason = f"{repository} has a loading script at this revision, and its code is never run"
     try:
-        huggingface.ask(
-            lambda: HfApi(token=token).dataset_info(repository, revision=CONVERTED),
-            f"{key}.repository",
-            repository,
-            CONVERTED,
-        )
+        huggingface.ask(lambda: api.dataset_info(repository, revision=CONVERTED), *where, CONVERTED)
     except ProfileError:
         reason += f", and the hub has no {CONVERTED} of it; choose a dataset with parquet files"
-        return ProfileError(f"{key}.repository", repository, reason)
+        return ProfileError(*where, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])
 
 

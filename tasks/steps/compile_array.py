@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling import job_log
-from profiles.arguments import Parser
+from profiles.arguments import Parser, to_arguments
 from profiles.files import run_files, state_files
 from profiles.resolve import load
 from tasks import keys
@@ -44,7 +44,8 @@ def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, An
         JobFailed: a job ended without having tried all of its programs, which the message names.
         FatalError: a node has another compiler than the flow's machine.
     """
-    if all(_artifact(context, program) for program in programs):
+    ids = [ArtifactId(PROGRAM, keys.graph(context.profile, each["digest"])) for each in programs]
+    if all(context.store.artifacts.find_many(ids)):
         return [compile_program(context, work, program, (), lambda: None) for program in programs]  # finds it
     _run(context, work, programs)
     return [_entry(work, program) for program in programs]
@@ -56,11 +57,8 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
     path = work / f"programs-{keys.digest(order)}.json"  # another array has another command
     state_files.write(path, json.dumps(order))
     count, counted = min(MAX_JOBS, len(programs)), 0.0
-    options: tuple[object, ...] = (
-        *("--work", work, "--programs", path, "--of", count),
-        *("--store", store.uri, "--work-dir", store.work_dir),
-    )
-    job = Job("compile", "tasks.steps.compile_array", tuple(map(str, options)), work / "logs", array=count)
+    options = to_arguments(work=work, programs=path, of=count, store=store.uri, work_dir=store.work_dir)
+    job = Job("compile", "tasks.steps.compile_array", options, work / "logs", array=count)
     changes = {**CPU_NODES, "partition": cluster.shards_partition or cluster.partition}
     launcher = create("slurm", cluster.model_copy(update=changes))
 
@@ -86,12 +84,6 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
         raise JobFailed(
             f"{failure}; not tried: {', '.join(left)}", failure.detail, failure.exit_code
         ) from failure
-
-
-def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None:
-    """The program's artifact, if the store has it."""
-    found = ArtifactId(PROGRAM, keys.graph(context.profile, program["digest"]))
-    return found if context.store.artifacts.find(found) else None
 
 
 def _entry(work: Path, program: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from modeling.compilation.graph_cache import CACHE
 from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
+from profiles.arguments import to_arguments
 from profiles.check import with_value
 from profiles.errors import counted
 from profiles.files import run_files, state_files
@@ -172,7 +173,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     context.progress("measuring whether compiling pays", None)
     output = work / "logs" / "trial.json"
     (work / PREPARED).mkdir(exist_ok=True)
-    arguments = ("--run-folder", str(work), "--cache", str(work / PREPARED), "--output", str(output))
+    arguments = to_arguments(run_folder=work, cache=work / PREPARED, output=output)
     job = Job("trial", "modeling.tracing.trial", arguments, work / "logs", threads=1)
     try:
         execute(launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
@@ -205,9 +206,7 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     prepared, cache = work / PREPARED, work / PREPARING
     cache.mkdir(exist_ok=True)
     output = work / "logs" / "trace.json"
-    arguments: tuple[str, ...] = ("--run-folder", str(work), "--output", str(output))
-    if not prepared.exists():
-        arguments += ("--cache", str(cache))
+    arguments = to_arguments(run_folder=work, output=output, cache=None if prepared.exists() else cache)
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(launcher(profile, cache), job, timeout=TIMEOUT)
     if prepared.exists():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from modeling import job_log
+from profiles.arguments import to_arguments
 from profiles.files import run_files, state_files
 from profiles.files.jsonl import LogFollower, size_of
 from profiles.schema import Profile
@@ -28,39 +28,43 @@ log = logging.getLogger(__name__)
 
 
 def cluster_job(
-    module: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
+    module: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, **options: object
 ) -> Job:
-    """Job that runs `modeling.training.<module>` on every device of the profile's cluster."""
-    artifacts = context.store.artifacts
-    location = str(artifacts.path(dataset, with_required=False))
-    cache = str(artifacts.path(graphs)) if graphs else None
-    return _job(module, context, key, location, cache, arguments)
+    """Job that runs `modeling.training.<module>` on every device of the profile's cluster.
+
+    Args:
+        options: as of `to_arguments`; an artifact stands for its path.
+    """
+    path = context.store.artifacts.path
+    given = {name: path(each) if isinstance(each, Artifact) else each for name, each in options.items()}
+    location = path(dataset, with_required=False)
+    return _job(module, context, key, dataset=location, graphs=graphs and path(graphs), **given)
 
 
 def training_job(context: Context) -> Job:
     """The job of the step train before its inputs exist, in whose places it has their names in capitals."""
     profile, folder = context.profile, context.run_folder
-    arguments = ["--weights", "WEIGHTS"] if profile.init.from_ else []
-    arguments += ["--reference", "REFERENCE"] if profile.precomputes_reference else []
-    job = _job("train", context, "", "DATASET", "GRAPHS" if profile.compile.possible else None, arguments)
+    job = _job(
+        *("train", context, ""),
+        dataset="DATASET",
+        graphs="GRAPHS" if profile.compile.possible else None,
+        weights="WEIGHTS" if profile.init.from_ else None,
+        reference="REFERENCE" if profile.precomputes_reference else None,
+    )
     return replace(job, attempt_file=folder / run_files.ATTEMPT)
 
 
-def _job(
-    module: str, context: Context, key: str, dataset: str, graphs: str | None, arguments: Sequence[str]
-) -> Job:
+def _job(module: str, context: Context, key: str, *, dataset: object, **options: object) -> Job:
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
-    options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
-    options += ["--dataset", dataset]
+    remote: dict[str, object] = {}
     if store.is_remote:
-        options += ["--artifacts", store.artifacts.remote_uri]
-        options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
-    if graphs is not None:
-        options += ["--graphs", graphs]
+        remote["artifacts"] = store.artifacts.remote_uri
+        remote["checkpoints"] = store.run_folder(folder.name).checkpoints_location
+    cache = store.work_dir / "cache"
     return Job(
         name=module,
         program=f"modeling.training.{module}",
-        arguments=(*options, *arguments),
+        arguments=to_arguments(run_folder=folder, cache=cache, dataset=dataset, **remote, **options),
         folder=folder / run_files.LOGS,
         nodes=cluster.nodes,
         processes=cluster.devices_per_node,

@@ -119,11 +119,8 @@ def compile_program(
                 summary.update(_cost(result))
                 _pack(cache, staging / CACHE)
         except (JobFailed, TimeoutError) as error:
-            reason = (
-                json.loads(state_files.contents(result))["error"]
-                if state_files.exists(result)
-                else str(error)
-            )
+            written = json.loads(state_files.contents(result)) if state_files.exists(result) else {}
+            reason = written.get("error", str(error))
             return {**entry, **_cost(result), "status": "failed", "error": reason}
     return {**entry, **summary, "status": "compiled"}
 

@@ -72,17 +72,14 @@ class TrainingStep(Step):
         run = store.run_folder(folder.name)
         self._require_same_run(store, run)
         self._require_own_result(run, profile.train.last_step)
-        job = cluster_job("train", context, key, self.dataset, self.graphs)
+        job = cluster_job(
+            *("train", context, key, self.dataset, self.graphs),
+            weights=self.weights,
+            adapters=self.adapters,
+            keep_optimizer=self.keep_optimizer,
+            reference=self.reference,
+        )
         job = replace(job, attempt_file=folder / run_files.ATTEMPT)
-        if self.weights is not None:
-            local = self.weights if isinstance(self.weights, Path) else store.artifacts.path(self.weights)
-            job = job.with_arguments("--weights", str(local))
-        if self.adapters is not None:
-            job = job.with_arguments("--adapters", str(self.adapters))
-        if self.keep_optimizer:
-            job = job.with_arguments("--keep-optimizer")
-        if self.reference is not None:
-            job = job.with_arguments("--reference", str(store.artifacts.path(self.reference)))
         forwarder = LogForwarder(job.log_file)
 
         def watch() -> None:

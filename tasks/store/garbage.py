@@ -19,7 +19,7 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.files import run_files, yaml_text
-from profiles.files.state_files import CorruptedState, require_json
+from profiles.files.state_files import CorruptedState
 from tasks.store import activities, ledger
 from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import NAME
@@ -228,9 +228,7 @@ def _entry(store: Store, identity: str) -> ledger.LedgerEntry | None:
 
 
 def _add_required(
-    store: Store,
-    used: set[ArtifactId],
-    listed: Mapping[ArtifactId, Mapping[str, int]] | None = None,
+    store: Store, used: set[ArtifactId], listed: Mapping[ArtifactId, Mapping[str, int]] | None = None
 ) -> None:
     """Add everything that these artifacts require, directly or indirectly.
 
@@ -269,12 +267,12 @@ def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, 
     Raises CorruptedState, also for values of other types.
     """
     folder, location = store.run_folder(run), store.backend.location(f"runs/{run}/{file}")
-    data = folder.read(file)
-    if data is None and (folder.path / file).is_symlink():  # perhaps to a disk that is not mounted
+    found = folder.require_json(file)
+    if found is None and (folder.path / file).is_symlink():  # perhaps to a disk that is not mounted
         raise CorruptedState(
             f"{location}: is a link to nothing; restore what it links to, or move the run away"
         )
-    found = {} if data is None else require_json(data, location)
+    found = found or {}
     keys = (key for value in found.values() for key in value) if values is list else ()
     if not all(isinstance(value, values) for value in found.values()) or not all(
         isinstance(key, str) for key in keys

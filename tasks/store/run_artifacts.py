@@ -87,8 +87,7 @@ def refresh(store: Store, kind: str, run: str, sha256: Callable[[Path], str]) ->
     if not store.is_remote:
         return
     folder = store.run_folder(run)
-    used = state_files.parse(folder.read(run_files.ARTIFACTS) or b"") or {}
-    ids = [ArtifactId(kind, key) for key in used.get(kind, ())]
+    ids = [ArtifactId(kind, key) for key in folder.read_json(run_files.ARTIFACTS).get(kind, ())]
     found = filter(None, (store.artifacts.find(id, hash_limit=0) for id in ids))
     pointers = [(_read_pointer(store.artifacts.path(each), each.id), each.summary["part"]) for each in found]
     if not pointers:

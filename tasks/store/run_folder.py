@@ -127,6 +127,15 @@ class RunFolder:
         """Contents of one of the run's small files in the store; None if it does not exist."""
         return self._primary.read(f"{self._prefix}/{file}")
 
+    def read_json(self, file: str) -> dict[str, Any]:
+        """The JSON object in one of the run's small files; empty if it does not exist or is corrupted."""
+        return state_files.parse(self.read(file) or b"") or {}
+
+    def require_json(self, file: str) -> dict[str, Any] | None:
+        """As `read_json`; None if the file does not exist. Raises CorruptedState."""
+        data, location = self.read(file), self._primary.location(f"{self._prefix}/{file}")
+        return None if data is None else state_files.require_json(data, location)
+
     def write(self, file: str, data: bytes) -> None:
         """Write a small file of the run in the store, then in the local folder."""
         for backend in (self._remote, self._local):

@@ -65,12 +65,8 @@ def open_store(uri: str, work_dir: str | Path = "store", *, existing: bool = Fal
         whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
         name = uri.rstrip("/").rpartition("/")[2] or "remote"
         other = f"{work_dir}-{name}" if store.is_remote else owner
-        raise ProfileError(
-            key,
-            str(folder),
-            f"is {whose}, as its file {BELONGS_TO} says, so it cannot be the local folder of {uri}",
-            [other],
-        )
+        reason = f"is {whose}, as its file {BELONGS_TO} says, so it cannot be the local folder of {uri}"
+        raise ProfileError(key, str(folder), reason, [other])
     try:
         state_files.write(folder / BELONGS_TO, f"{store.owner}\n".encode())
     except OSError as error:

@@ -86,11 +86,8 @@ def _parsed(value: Any) -> list[Any] | None:
         found = json.loads(value)
     except (ValueError, RecursionError):
         return None
-    return (
-        found
-        if found and all(isinstance(each, Mapping) and MESSAGE & each.keys() for each in found)
-        else None
-    )
+    are_messages = all(isinstance(each, Mapping) and MESSAGE & each.keys() for each in found)
+    return found if found and are_messages else None
 
 
 def messages(value: Any, role: str = "user") -> Conversation:

@@ -62,11 +62,8 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
             break
     else:
         if not count:
-            raise ProfileError(
-                "data.sources",
-                None,
-                "hold no text to train a tokenizer on: all documents are empty or held out",
-            )
+            reason = "hold no text to train a tokenizer on: all documents are empty or held out"
+            raise ProfileError("data.sources", None, reason)
         _train(texts, size, folder)
         return
     with tempfile.TemporaryDirectory(prefix="trainshed-") as jobs:

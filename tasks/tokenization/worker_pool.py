@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
+from profiles.arguments import to_arguments
 from profiles.errors import ProfileError
 from profiles.files.exit_codes import REJECTED
 from profiles.schema import Cluster
@@ -63,8 +64,7 @@ class WorkerPool:
         path = Path(self._folder.name) / "plan.json"
         path.write_text(json.dumps(plan.to_json()))
         self._command = [sys.executable, "-P", "-m", START, "tasks.tokenization.worker", "--serve"]
-        self._command += ["--plan", str(path), "--store", store.uri, "--work-dir", str(store.work_dir)]
-        self._command += ["--threads", str(threads)]
+        self._command += to_arguments(plan=path, store=store.uri, work_dir=store.work_dir, threads=threads)
         self._environment = worker_environment(token)
         self._free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         self._workers: set[Worker] = set()
@@ -169,7 +169,9 @@ class Worker:
         except BrokenPipeError:
             pass
         code = self._process.wait()
-        raise WorkerFailed(f"the worker of {what} ended with exit code {code}: {self._last_errors()}")
+        self._errors.seek(0)
+        errors = " | ".join(self._errors.read().splitlines()[-ERROR_LINES:])
+        raise WorkerFailed(f"the worker of {what} ended with exit code {code}: {errors}")
 
     def close(self, kill: bool = False) -> None:
         with contextlib.suppress(OSError):
@@ -183,10 +185,6 @@ class Worker:
             self._process.wait()
         self._answers.close()
         self._errors.close()
-
-    def _last_errors(self) -> str:
-        self._errors.seek(0)
-        return " | ".join(self._errors.read().splitlines()[-ERROR_LINES:])
 
 
 def process_shards(

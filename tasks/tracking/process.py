@@ -23,7 +23,8 @@ from profiles.files import run_files, state_files
 from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH
-from tasks.reporting.comparison_page import flat_profile, load_runs, write_page
+from tasks.reporting import comparison_page, html
+from tasks.reporting.comparison_page import flat_profile, load_runs
 from tasks.reporting.outcome import is_finished
 from tasks.store.run_folder import Parent
 from tasks.store.runs import last_training_row
@@ -168,8 +169,8 @@ def results(store: Store, folder: Path, parent: Parent | None) -> list[tuple[Pat
     found = [(folder / run_files.REPORT, "report")]
     if parent is not None:
         try:
-            page = write_page(*load_runs(store, [parent.run, folder.name]), folder / "compare.html")
-            found.append((page, "comparison"))
+            page = comparison_page.render(*load_runs(store, [parent.run, folder.name]))
+            found.append((html.write(folder / "compare.html", page), "comparison"))
         except (ProfileError, OSError) as error:  # the parent may have been removed
             log.warning("cannot compare with the parent run %s: %s", parent.run, error)
     return found

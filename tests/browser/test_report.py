@@ -6,7 +6,7 @@ from tasks.continual.gates import Row
 from tasks.continual.page import render
 from tasks.continual.rounds import NOT_PROMOTED, PROMOTED, Round, Series
 from tasks.continual.series import Promoted
-from tasks.reporting import comparison_page
+from tasks.reporting import comparison_page, html
 from tasks.store.store import Store
 from tests.browser.pages import NARROW, WIDE, visit
 from tests.tasks.reporting.run_folders import write_report, write_run
@@ -20,7 +20,7 @@ def pages(tmp_path_factory):
         write_run(store / "runs" / name, f"train.learning_rate={rate}")
     page = write_report(store / "runs/first")
     runs = comparison_page.load_runs(Store(str(store)), ["first", "second"])
-    both = comparison_page.write_page(*runs, store / "compare.html")
+    both = html.write(store / "compare.html", comparison_page.render(*runs))
     outcomes = [PROMOTED, PROMOTED, NOT_PROMOTED]
     rounds = [
         Round(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.arguments import write_page
 from flows.cli.exit_codes import DONE
 from flows.ui.console import column_widths, parts_of, print_json, relative, table_console, waiting
-from profiles.errors import ProfileError
 from tasks.reporting import comparison_page
 from tasks.store.store import Store
 
@@ -23,17 +22,14 @@ def run(options: argparse.Namespace) -> int:
     """Print the table and write the page. Raises ProfileError for an unknown run or an unwritable output."""
     with waiting(lambda: "reading the runs"):
         runs, histories = comparison_page.load_runs(Store(options.store), options.runs)
-    try:
-        page = comparison_page.write_page(runs, histories, Path(options.output))
-    except OSError as error:
-        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    page = write_page(options.output, comparison_page.render(runs, histories))
     if options.json:
         differences = comparison_page.profile_differences(runs)
-        print_json({"runs": runs, "differences": differences, "page": str(page)})
+        print_json({"runs": runs, "differences": differences, "page": page})
         return DONE
     console = table_console()
     _print(console, ("", *(run["run"] for run in runs)), comparison_page.table_rows(runs))
-    console.print(f"\nloss curves: {relative(str(page))}", soft_wrap=True, markup=False)
+    console.print(f"\nloss curves: {relative(page)}", soft_wrap=True, markup=False)
     return DONE
 
 

@@ -7,14 +7,13 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from flows.cli.arguments import write_page
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, print_table, relative, table_console, waiting
 from modeling.start import without_garbage_collection
-from profiles.errors import ProfileError
 from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
-from tasks.fleet.page import format_cost, key_figures, warning_texts, write_page
+from tasks.fleet.page import format_cost, key_figures, render, warning_texts
 from tasks.reporting.format import format_age, format_bytes, without_empty_columns
 from tasks.store.garbage import find_garbage, remove
 from tasks.store.run_folder import checkpoint_steps
@@ -101,19 +100,16 @@ def fleet(options: argparse.Namespace) -> int:
         found = read_fleet(store)
     if not found.runs:
         print_stderr(f"warning: no runs in {store.location}")
-    try:
-        page = write_page(found, Path(options.output))
-    except OSError as error:
-        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    page = write_page(options.output, render(found))
     if options.json:
         runs, nodes = [run.to_json() for run in found.runs], [vars(node) for node in found.nodes]
-        print_json({"runs": runs, "nodes": nodes, "device_seconds": found.use, "page": str(page)})
+        print_json({"runs": runs, "nodes": nodes, "device_seconds": found.use, "page": page})
         return DONE
     for name, value in key_figures(found).items():
         print(f"{name:<16} {value}")
     for text in warning_texts(found):
         print_stderr(f"warning: {text}")
-    print(f"page: {relative(str(page))}")
+    print(f"page: {relative(page)}")
     return DONE
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
+from flows.cli.arguments import write_page
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_table, relative, table_console, waiting
-from profiles.errors import ProfileError
-from profiles.files.state_files import write
 from tasks.continual import page
 from tasks.continual.gates import COLUMNS
 from tasks.continual.rounds import promote_earlier, read_series, to_json
@@ -22,13 +20,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the rounds and write the page. Raises ProfileError for an unknown series or a bad output."""
     with waiting(lambda: "reading the rounds"):
         found = read_series(Store(options.store).existing(), options.name)
-    output = Path(options.output)
-    try:
-        write(output, page.render(found))
-    except OSError as error:
-        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    output = write_page(options.output, page.render(found))
     if options.json:
-        print_json({**to_json(found), "page": str(output)})
+        print_json({**to_json(found), "page": output})
         return DONE
     console = table_console()
     print_table(console, *page.table(found.rounds, HEADINGS), left=2)
@@ -45,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             reason = f"\n{each.name} was not promoted: {each.reason}"
             console.print(reason, soft_wrap=not console.is_terminal, markup=False)
     console.print(f"\npromoted: {found.promoted.run}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"page: {relative(str(output))}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"page: {relative(output)}", soft_wrap=True, markup=False, highlight=False)
     return DONE
 
 
