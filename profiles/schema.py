@@ -160,11 +160,6 @@ class Evaluate(Section):
     """user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the function
     names"""
 
-    @property
-    def further(self) -> dict[str, bool]:
-        """What an evaluation measures besides its loss and the user's metrics, as arguments of its key."""
-        return {"by_source": self.by_source, "mtp": self.mtp}
-
 
 class Profile(Section):
     """A run: the sections of the YAML file, and quantities derived from them."""

@@ -82,8 +82,7 @@ def _find_all(context: Context, identity: str) -> Artifact | None:
     corpus = dataset.find(context, dataset.key(context))
     if corpus is None or keys.run_identity(profile, trained.key, corpus.key) != identity:
         return None
-    settings = profile.evaluate
-    evaluation = keys.evaluation(name, identity, profile.train, settings.metrics, **settings.further)
+    evaluation = keys.evaluation(name, identity, profile.train, profile.evaluate)
     evaluated = store.artifacts.find(ArtifactId("evaluation", evaluation))
     pointers = (
         ArtifactId("training", keys.training(name, identity, profile.train)),

@@ -25,7 +25,7 @@ from typing import Any
 
 from profiles import user_functions
 from profiles.files import state_files
-from profiles.schema import Objective, Profile, Train
+from profiles.schema import Evaluate, Objective, Profile, Train
 from profiles.sections import families
 from profiles.sections.base import required
 from profiles.sections.model import PARAMETRIZATION
@@ -339,37 +339,26 @@ def training(run: str, identity: str, train: Train) -> str:
     return _of_run("training", run, identity, train)
 
 
-def average(
-    members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False, mtp: bool = False
-) -> str:
-    """Key of an average: its checkpoints' digest, and the data and metrics of its evaluation."""
-    functions: dict[str, Any] = {
-        "metrics": [_function(name, helpers=True) for name in metrics],
-        "by_source": by_source,
-        **({"mtp": True} if mtp else {}),
-    }
-    return digest({"step": "average", "members": members, "dataset": dataset, **functions})
+def average(members: str, dataset: str, settings: Evaluate) -> str:
+    """Key of an average: its checkpoints' digest, and the data and settings of its evaluation."""
+    measured = {"metrics": [], "by_source": False} | _measured(settings)
+    return digest({"step": "average", "members": members, "dataset": dataset, **measured})
 
 
-def evaluation(
-    run: str,
-    identity: str,
-    train: Train | None,
-    metrics: Sequence[str] = (),
-    *,
-    by_source: bool = False,
-    mtp: bool = False,
-) -> str:
-    """Key of a run's evaluation, with user metric functions and what it measures besides.
+def evaluation(run: str, identity: str, train: Train | None, settings: Evaluate) -> str:
+    """Key of a run's evaluation.
 
     Args:
         train: None if `identity` includes a checkpoint's digest: the rest of the schedule does not change its weights.
     """
-    functions: dict[str, Any] = (
-        {"metrics": [_function(name, helpers=True) for name in metrics]} if metrics else {}
-    )
-    functions |= {name: True for name, given in {"by_source": by_source, "mtp": mtp}.items() if given}
-    return _of_run("evaluation", run, identity, train, **functions)
+    return _of_run("evaluation", run, identity, train, **_measured(settings))
+
+
+def _measured(settings: Evaluate) -> dict[str, Any]:
+    """What an evaluation measures besides its loss, with the source of the user's metrics."""
+    functions = [_function(name, helpers=True) for name in settings.metrics]
+    given = {"metrics": functions, "by_source": settings.by_source, "mtp": settings.mtp}
+    return {name: value for name, value in given.items() if value}
 
 
 def task_evaluation(checkpoint: str, task: str, harness: str, files: str | None, limit: int | None) -> str:

@@ -219,8 +219,7 @@ class _Comparison:
             for later in (EvaluationStep.name, ExportStep.name):
                 self._follows(later, TrainingStep.name)
             return
-        settings = self.profile.evaluate
-        key = keys.evaluation(name, identity, train, settings.metrics, **settings.further)
+        key = keys.evaluation(name, identity, train, self.profile.evaluate)
         evaluated = self.store.artifacts.find(EvaluationStep.id(key))
         reasons = [] if evaluated else self._reasons("evaluate") or ["the store lacks its result"]
         self.steps.append(StepOutcome(EvaluationStep.name, REUSED if evaluated else RUNS, reasons))

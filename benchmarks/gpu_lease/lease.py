@@ -60,7 +60,7 @@ class Machine:
         Raises:
             ScriptError: it failed or took longer.
         """
-        given, variables = [module, *map(str, arguments)], {}
+        given, variables = [module, *map(str, arguments)], dict[str, str]()
         if is_older() and not self.rehearse:
             variables |= OLDER_ALLOCATOR
         if ranks > 1:

@@ -78,7 +78,8 @@ class Measurement:
 def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> str:
     """Run a script and return its standard output. Raises ScriptError if it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
-        environment = devices.KINDS[script.device].local_environment() | os.environ | script.variables
+        local = devices.KINDS[script.device].local_environment()
+        environment = {**local, **os.environ, **script.variables}
         process = subprocess.Popen(
             script.command(arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )

@@ -62,8 +62,7 @@ class AverageStep(EvaluationStep):
         return f"average {self.label}"
 
     def key(self, context: Context) -> str:
-        evaluate = context.profile.evaluate
-        return keys.average(self.identity, self.dataset.key, evaluate.metrics, **evaluate.further)
+        return keys.average(self.identity, self.dataset.key, context.profile.evaluate)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Raises as EvaluationStep, and ValueError: the checkpoints are not of one model, or corrupted."""

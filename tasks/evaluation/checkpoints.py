@@ -66,8 +66,7 @@ class CheckpointEvaluationStep(EvaluationStep):
         return f"evaluate {profile.name} at step {self.step}"
 
     def key(self, context: Context) -> str:
-        run, evaluate = context.run_folder.name, context.profile.evaluate
-        return keys.evaluation(run, self.identity, None, evaluate.metrics, **evaluate.further)
+        return keys.evaluation(context.run_folder.name, self.identity, None, context.profile.evaluate)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"step {self.step:,}: {super().describe(summary)}"
@@ -106,7 +105,7 @@ class TaskStep(Step):
         """
         model = self._export(context)
         output = context.run_folder / run_files.LOGS / f"task-{key[:16]}.json"
-        options = {"include": self.include, "limit": self.limit}
+        options: dict[str, object] = {"include": self.include, "limit": self.limit}
         options["device"] = "cuda" if context.profile.cluster.device == "cuda" else "cpu"
         secrets = (("HF_TOKEN", context.token),) if context.token else ()
         job = Job(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.files import run_files
+from profiles.schema import Evaluate
 from tasks import failures, keys
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
@@ -46,14 +47,8 @@ class EvaluationStep(Step):
     name = job_name = "evaluate"
 
     def key(self, context: Context) -> str:
-        profile = context.profile
-        return keys.evaluation(
-            context.run_folder.name,
-            self.identity,
-            profile.train,
-            profile.evaluate.metrics,
-            **profile.evaluate.further,
-        )
+        run, profile = context.run_folder.name, context.profile
+        return keys.evaluation(run, self.identity, profile.train, profile.evaluate)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Evaluate.
@@ -66,13 +61,9 @@ class EvaluationStep(Step):
         profile, folder = context.profile, context.run_folder
         # One file per key: a run may also be evaluated on another run's data.
         output = folder / run_files.LOGS / f"evaluation-{key[:16]}.json"
-        job = cluster_job(
-            *("evaluate", context, key, self.dataset, self.graphs),
-            output=output,
-            **self.job_options(context, key),
-            reference=self.reference,
-            weights=self.weights if profile.uses_initial_weights else None,
-        )
+        options = {"output": output, **self.job_options(context, key), "reference": self.reference}
+        options["weights"] = self.weights if profile.uses_initial_weights else None
+        job = cluster_job("evaluate", context, key, self.dataset, self.graphs, **options)
         job = replace(job, name=self.job_name)
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.id(key), summary) as staging:
@@ -123,7 +114,7 @@ class SetsEvaluationStep(EvaluationStep):
     def key(self, context: Context) -> str:
         run, profile = context.run_folder.name, context.profile
         identity = keys.digest([self.identity, "sets"])
-        return keys.evaluation(run, identity, profile.train, profile.evaluate.metrics)
+        return keys.evaluation(run, identity, profile.train, Evaluate(metrics=profile.evaluate.metrics))
 
     def job_options(self, context: Context, key: str) -> dict[str, object]:
         return {"sets": True, "profile": self.profile_file}

@@ -184,9 +184,7 @@ def cache_keys(tmp_path, monkeypatch):
             "identity": identity,
             "schedule": keys.training("run", "identity", profile.train),
             "name": keys.training(profile.name, "identity", None),
-            "evaluate": keys.evaluation(
-                "run", "i", None, profile.evaluate.metrics, **profile.evaluate.further
-            ),
+            "evaluate": keys.evaluation("run", "i", None, profile.evaluate),
         }
         if profile.precomputes_reference:
             found["reference"] = keys.reference(profile, checkpoint, dataset)
