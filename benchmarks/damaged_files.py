@@ -318,17 +318,14 @@ def files_of(store: Path) -> list[str]:
     found: dict[tuple[object, ...], str] = {}
     for path in sorted(store.rglob("*")):
         parts = path.relative_to(store).parts
-        kind: tuple[object, ...]
+        kind: tuple[object, ...] = parts
         if len(parts) > 2 and parts[0] == "artifacts":
             kind = (*parts[:2], *parts[3:])  # without its key
         elif parts[0] in ("locks", "local-cache", "ledger"):
-            kind = (
-                parts[0],
-                len(parts),
-                *parts[1:2] * (parts[0] == "locks" and parts[1:2] in (("gc",), (f"run-{RUN}",))),
-            )
-        else:
-            kind = (*parts[:-1], path.suffix or path.name) if "step_6" in parts[:-1] else parts
+            used = parts[:2] in (("locks", "gc"), ("locks", f"run-{RUN}"))
+            kind = (*parts[: 2 if used else 1], len(parts))
+        elif "step_6" in parts[:-1]:
+            kind = (*parts[:-1], path.suffix or path.name)
         found[kind] = "/".join(parts)
     return [*found.values(), *(f"runs/{RUN}/{name}" for name in OTHERS)]
 
