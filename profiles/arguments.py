@@ -1,4 +1,4 @@
-"""Argument parser: only complete option names; errors name the nearest valid choice. Options of commands."""
+"""Parser of complete option names, whose errors name the nearest choice; options of commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEW = 5  # choices to name if none is near
 
 
 def to_arguments(**options: object) -> tuple[str, ...]:
-    """Options of a command by name; those that are None or False are left out, and True has no value."""
+    """Options of a command by name; None and False are left out, and True has no value."""
     found: list[str] = []
     for name, value in options.items():
         if value is not None and value is not False:

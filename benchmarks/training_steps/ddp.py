@@ -1,4 +1,4 @@
-"""DDP with ZeroRedundancyOptimizer, or with torch.optim.Muon for the matrices of blocks, on each rank, and AdamW for the rest.
+"""DDP with ZeroRedundancyOptimizer, or, on each rank, torch.optim.Muon for matrices and AdamW.
 
 Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.ddp`.
 """

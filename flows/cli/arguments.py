@@ -1,4 +1,4 @@
-"""Arguments of the `trainshed` command: help, hints at the nearest command, argument types, `--output`."""
+"""Arguments of the `trainshed` command: help, nearest commands, argument types, `--output`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def write_page(output: str, page: str) -> str:
-    """Write the HTML page of `--output`; returns its path. Raises ProfileError if it cannot be written."""
+    """Write the page of `--output`; returns its path. Raises ProfileError if it cannot be written."""
     path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
