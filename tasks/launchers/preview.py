@@ -19,7 +19,7 @@ def preview(job: Job, cluster: Cluster) -> str:
     Raises ProfileError for a plugin's launcher.
     """
     if cluster.launcher == "slurm":
-        return slurm_batch.script(job, cluster, submission="preview")
+        return slurm_batch.script(job, cluster, slurm_batch.PREVIEW)
     if cluster.launcher == "kubernetes":
         name, attempt = manifests.resource_name(job), 1 if job.attempt_file else None
         documents = [manifests.service(name, job), manifests.manifest(name, job, cluster, 0, attempt)]

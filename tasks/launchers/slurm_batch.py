@@ -34,6 +34,7 @@ from tasks.launchers.base import START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL
 
 MAX_NAME_LENGTH = 60
+PREVIEW = "preview"  # in place of a submission's identifier: of a script that is only shown
 # For which a requeue is retried while the controller does not answer.
 REQUEUE_SECONDS = round(REQUEUE.seconds)
 REQUEUE_PAUSE = round(REQUEUE.delay(0))  # seconds before each retry
@@ -51,6 +52,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
     shell = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     return shell.from_string(text).render(
         about=f"{' '.join(job.program.split())} on {counted(job.nodes, 'node')}, {processes} per node",
+        preview=submission == PREVIEW,
         logs=quote(str(job.folder)),
         name=job.name,
         folder=quote(str(Path.cwd())),

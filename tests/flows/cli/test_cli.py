@@ -141,7 +141,7 @@ def test_runs_are_rejected_before_prefect_is_imported(without_prefect, capsys, p
         ("local", "--nproc-per-node 1 .* modeling.training.train --run-folder .*/store/runs/micro "),
         (
             "slurm",
-            r" on 1 node, 1 process per node\n(.*\n)*#SBATCH --job-name=ts-micro-train-\w{8}\n(.*\n)*#SBATCH --mem=4G\n",
+            r" on 1 node, 1 process per node\n#SBATCH --job-name=ts-micro-train-\w{8}\n(.*\n)*#SBATCH --mem=4G\n",
         ),
         ("kubernetes", r"kind: Job\nmetadata:\n  name: ts-micro-train-\w{12}\n(.*\n)*.* image: image\n"),
     ],
