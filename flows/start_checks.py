@@ -52,7 +52,10 @@ class RunCommand:
             other, does = f"{self.name}-2" if self.name else "second", "train under other names"
         found = [([*same, "--name", other], does)]
         if conflict.forkable and not self.chain:  # a chain cannot start from a fork
-            command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
+            given = {override.partition("=")[0].strip() for override in self.overrides}
+            more = [each for each in conflict.settings if each.partition("=")[0] not in given]
+            more = [part for override in more for part in ("--set", override)]
+            command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *more, *settings]
             found.append((command, f"continue from its step {conflict.step:,}"))
         found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))
         return [(does, shlex.join(command)) for command, does in found]

@@ -8,6 +8,7 @@ from flows.cli.exit_codes import DONE
 from flows.start_checks import RunCommand
 from flows.ui.console import TrimmedConsole, plain_table, print_json, waiting
 from modeling.planning.auto import resolve_auto
+from profiles.errors import format_value
 from profiles.schema import Profile
 from tasks.rerun import Rerun, compare, to_json
 from tasks.store.runs import RunExists
@@ -42,8 +43,8 @@ def _verdict(rerun: Rerun, command: RunCommand) -> str:
         return "the same run: its name and identity stay"
     if not rerun.checkpoint:
         return f"another run: {rerun.run}, which has no checkpoint, is moved to {rerun.run}~N"
-    conflict = RunExists(rerun.run, rerun.another_run, rerun.checkpoint, rerun.forkable)
-    lines = ["another run; to train it:"]
-    for does, text in command.alternatives(conflict, rerun.run):
-        lines += [f"  {does}", f"    {text}"]
-    return "\n".join(lines)
+    changed = [each for each in rerun.changes if each.key.startswith("train.")]
+    settings = [f"{each.key}={format_value(each.after, longest=None)}" for each in changed]
+    conflict = RunExists(rerun.run, rerun.another_run, rerun.checkpoint, rerun.forkable, settings)
+    conflict.commands = command.alternatives(conflict, rerun.run)
+    return "\n".join(["another run; to train it:", *conflict.suggestions()])

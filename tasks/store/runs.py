@@ -40,21 +40,25 @@ class RunExists(ProfileError):
     Attributes:
         step: its latest checkpoint.
         forkable: whether a run of this profile can start from that checkpoint.
+        settings: overrides of `train` that differ from the run's; a fork, which starts from its profile, needs them.
         commands: (description, command) of each solution; empty if unknown.
     """
 
-    def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:
+    def __init__(
+        self, name: str, differences: Sequence[str], step: int, forkable: bool, settings: Sequence[str] = ()
+    ) -> None:
         changes = "; ".join(differences)
         reason = f"a run of this name is at step {step:,} with other settings ({changes})"
         super().__init__("name", name, reason)
-        self.step, self.forkable = step, forkable
+        self.step, self.forkable, self.settings = step, forkable, settings
         self.commands: Sequence[tuple[str, str]] = ()
 
     def __str__(self) -> str:
-        width = max((len(does) for does, _ in self.commands), default=0)
-        return "\n".join(
-            [super().__str__(), *(f"  {does:<{width}}  {command}" for does, command in self.commands)]
-        )
+        return "\n".join([super().__str__(), *self.suggestions()])
+
+    def suggestions(self) -> list[str]:
+        """A line for each solution, and one with its command."""
+        return [line for does, command in self.commands for line in (f"  {does}", f"    {command}")]
 
 
 def open_run(
@@ -157,7 +161,15 @@ def _require_nothing_trained(
 ) -> None:
     """Raise RunExists if the existing run has a checkpoint."""
     if reached := latest_checkpoint(run):
-        raise RunExists(run.name, differences, reached, can_fork(existing, profile, reached))
+        settings = _train_overrides(existing, profile) if existing else ()
+        raise RunExists(run.name, differences, reached, can_fork(existing, profile, reached), settings)
+
+
+def _train_overrides(existing: Profile, profile: Profile) -> list[str]:
+    """Overrides that give the train section of one profile the values of another."""
+    theirs, ours = (each.train.model_dump(mode="json", by_alias=True) for each in (existing, profile))
+    changed = {key: value for key, value in ours.items() if value != theirs[key]}
+    return [f"train.{key}={format_value(value, longest=None)}" for key, value in changed.items()]
 
 
 def differences(

@@ -217,9 +217,14 @@ def test_a_chain_in_conflict_with_a_run_suggests_chains(name, other):
     ]
 
 
-def test_fork_that_conflicts_with_a_run_is_only_suggested_under_another_name():
+def test_suggested_forks_have_another_name_and_the_settings_that_differ():
     command = RunCommand("tiny/profile.yaml", ["train.seed=2"], "colder", "./store", fork="tiny@200")
     conflict = RunExists("colder", ["train.seed is 1 there, 2 here"], 300, forkable=True)
     assert command.alternatives(conflict, "colder") == [
         ("fork under another name", "trainshed fork tiny@200 colder-2 --set train.seed=2")
     ]
+    # A fork starts from the run's profile, whose train.steps are not those of the profile that the user named.
+    command = RunCommand("tiny", ["train.seed=2"], None, "./store")
+    conflict = RunExists("tiny", [], 6, forkable=True, settings=["train.seed=2", "train.steps=900"])
+    conflict.commands = command.alternatives(conflict, "tiny")
+    assert "    trainshed fork tiny@6 tiny-2 --set train.steps=900 --set train.seed=2\n" in str(conflict)
