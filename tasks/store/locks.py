@@ -204,7 +204,8 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[
             pause = POLL  # another process was faster
         elif not logged:
             logged = True
-            log.info("waiting for %s, locked by %s", name.rpartition("/")[2], holder)
+            what = name.rpartition("/")[2].replace("-", " ", 1)  # such as run tiny
+            log.info("waiting for %s, in use by %s", what, holder)
         watch()
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * BACKOFF, backend.longest_poll)
