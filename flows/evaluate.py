@@ -37,6 +37,7 @@ from tasks.evaluation.checkpoints import (
     scratch_name,
 )
 from tasks.report import update_evaluations
+from tasks.reporting.format import format_value
 from tasks.step import Step
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep
@@ -247,6 +248,12 @@ def _evaluated_tasks(folder: Path) -> set[str]:
 def _show(folder: Path, found: Mapping[int, Mapping[str, float]]) -> None:
     """Show results by step as a table in Prefect's UI, and the run's own in its report if there is one."""
     names = dict.fromkeys(name for metrics in found.values() for name in metrics)
-    rows = [{"step": step, **{name: metrics.get(name) for name in names}} for step, metrics in found.items()]
+    rows = [
+        {
+            "step": f"{step:,}",
+            **{name: format_value(metrics[name]) if name in metrics else None for name in names},
+        }
+        for step, metrics in found.items()
+    ]
     show_table("evaluations", f"Evaluations of {folder.name} by step", rows)
     update_evaluations(folder)

@@ -141,6 +141,8 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     report = (store / "runs/run/report.html").read_text()
     assert "Evaluations of checkpoints" in report
     assert "lm_eval/<wbr>endings/<wbr>acc" in report
+    table = json.loads(shown("run")["evaluations"])
+    assert [row["validation_loss"] for row in table] == [f"{row['validation_loss']:.4f}" for row in rows]
 
 
 def test_round_is_promoted_by_its_score_on_a_task_of_a_folder(trained, profile, tasks, tmp_path, monkeypatch):
