@@ -54,7 +54,7 @@ from tasks.steps.training import TrainingStep
 from tasks.store import activities
 from tasks.store.store import Store, open_store
 
-POINTS = 41  # of a line on the page
+POINTS = 201  # of a line on the page, which may fall steeply at first
 log = logging.getLogger(__name__)
 
 

@@ -18,7 +18,7 @@ def render(
     best = format_interval(proposal["interval"], ".1%")
     figures = {"share": f"{proposal['share']:.1%}", f"{proposal['probability']:.0%} interval": best}
     for row in proposal["losses"]:
-        figures[f"{row['set']} loss"] = f"{row['loss']:.4f} ({row['loss'] - row['before']:+z.4f})"
+        figures[f"{row['set']} loss, before the round {row['before']:.4f}"] = f"{row['loss']:.4f}"
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
     chart = []
     for number, (name, line) in enumerate(lines.items()):
