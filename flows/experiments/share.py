@@ -111,6 +111,8 @@ def _propose(
     document = json_artifacts.read(opened, artifact)
     if not document["meets"]:
         log.warning("no share up to %g keeps the old loss within its gate", max(described.shares))
+    elif document["share"] >= max(described.shares):
+        log.warning("the proposed share is the largest of the proxies; add larger ones to shares")
     log.info("proposed: continual.replay %g", document["share"])
     result = {"experiment": described.name, "key": artifact.key, **document}
     lines = shares.fitted_lines(document, POINTS)

@@ -431,6 +431,8 @@ def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path
     assert [proxy["name"] for proxy in found["proxies"]] == names
     assert found["overrides"] == [f"continual.replay={found['share']:g}"]
     assert found["interval"][0] <= found["interval"][1] <= 0.5
+    is_at_the_edge = found["meets"] and found["share"] == 0.5
+    assert ("is the largest of the proxies" in caplog.text) == is_at_the_edge
     assert [row["set"] for row in found["losses"]] == ["old", "new"]
     # Every proxy starts from the same small model, and reads the share from what the series was trained on.
     history = corpus_of(copy, "find-base")["train"]
