@@ -207,6 +207,10 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
         raise ProfileError(kind, str(file), str(error)) from error
     if not isinstance(values, dict):
         raise ProfileError(kind, str(file), "is not a mapping of keys")
+    if values.keys() & {"extends", "model"}:
+        raise ProfileError(
+            kind, str(file), f"is a profile, which a file as in {cls.page} names as its target"
+        )
     values.setdefault("name", f"{path.stem}-{kind}" if path.parent == cls.shipped else path.stem)
     try:
         experiment = cls.model_validate(values)

@@ -165,6 +165,12 @@ def _read(path: Path) -> dict[str, Any]:
     if "trainer" in values and "distributed_strategy" in values:
         reason = "is a config of NxD Training; `trainshed import-config` makes a profile of it"
         raise ProfileError("profile", str(path), reason)
+    if "target" in values:
+        command = "ladder" if "rungs" in values else "branches" if "branches" in values else "mixture"
+        reason = (
+            f"is no profile but names one as its target; `trainshed {command} --help` shows how to run it"
+        )
+        raise ProfileError("profile", str(path), reason)
     return values
 
 

@@ -159,6 +159,6 @@ def _keys(path: list[str], root: type[Section]) -> list[str]:
         if fields:  # an index into a list is not a field
             sections = [section for field in fields for section in sections_in(field.annotation)]
     names = [field.alias or name for section in sections for name, field in section.model_fields.items()]
-    names += ["extends"] if root in sections else []
+    names += ["extends"] if root in sections and root.page == Section.page else []  # only profiles
     names += ["config", *NORM_EPS_ALIASES] if Model in sections else []
     return list(dict.fromkeys(names))

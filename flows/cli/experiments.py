@@ -17,7 +17,14 @@ from rich.console import Console
 from flows.cli.exit_codes import DONE
 from flows.cli.plan_table import in_days
 from flows.cli.run import call_flow, run_flow
-from flows.experiments.plans import load_branches, load_ladder, load_mixture, load_share, require_startable
+from flows.experiments.plans import (
+    load_branches,
+    load_ladder,
+    load_mixture,
+    load_share,
+    require_series,
+    require_startable,
+)
 from flows.ui.console import print_facts, print_json, print_parts, relative, table_console, waiting
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
@@ -74,6 +81,8 @@ def _share(options: argparse.Namespace) -> int:
         raise ProfileError("--check", None, "has no effect with share; train a round with the proposed share")
     with _planning(options.file):
         described, target, base = load_share(options.file)
+        store = Store(options.store, target.profile.cluster.work_dir or "store").existing()
+        require_series(described, target, store)
     require_startable([base])
     start = call_flow("flows.experiments.share:share", options.file, options.store)
     return run_flow(options, target.profile, described.name, start, print_share)

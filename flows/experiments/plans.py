@@ -15,6 +15,7 @@ from modeling.scaling.proxies import Proxy, mixture_target, proxies_of
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments import Branches, Experiment, Ladder, Mixture, Share, load_experiment
+from tasks.continual import series
 from tasks.experiments.branches import branches_of, require_members, trunk_of
 from tasks.store.store import Store
 
@@ -47,6 +48,19 @@ def load_share(file: str) -> tuple[Share, PlannedRun, PlannedRun]:
         reason = "continues the promoted model's optimizer, which proxies do not have; find the share of rounds with rewarm"
         raise ProfileError("continual.schedule", "trunk", reason, ["rewarm"])
     return described, target, base_of(described, target)
+
+
+def require_series(described: Share, target: PlannedRun, store: Store) -> None:
+    """Raise ProfileError if the store has no finished model of the series of a share file."""
+    name = described.series or target.name
+    if series.promoted_model(store, name) is None:
+        raise no_series(name, store)
+
+
+def no_series(name: str, store: Store) -> ProfileError:
+    """The error for a series that has no finished model."""
+    reason = f"has no finished model to continue in {store.location}; train it first"
+    return ProfileError("series", name, reason)
 
 
 def load_branches(

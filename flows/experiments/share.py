@@ -20,7 +20,7 @@ from typing import Any
 from prefect import flow
 
 from flows.continual import history_of, old_sets
-from flows.experiments.plans import load_share, plan_within, require_startable
+from flows.experiments.plans import load_share, no_series, plan_within, require_startable
 from flows.experiments.side_by_side import file_name, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS, HOOKS
@@ -125,7 +125,7 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
     """The data that proxies are trained on: that of earlier ones if it is similar, else the next round's."""
     current = series.promoted_model(store, run.name)
     if current is None:
-        raise ProfileError("series", run.name, "has no finished model to continue; train it first")
+        raise no_series(run.name, store)
     tokenizer = store.artifacts.expect(TokenizerStep.id(current.tokenizer))
     runner = Runner(flow_context(run, store))
     resolve_inputs(runner, None, data_only=True)

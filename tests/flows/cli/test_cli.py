@@ -26,6 +26,7 @@ from tests.tasks.source_files import write_pair
 pytestmark = pytest.mark.slow
 
 TINY = str(resolve.SHIPPED / "tiny.yaml")
+LADDER = str(resolve.SHIPPED / "ladders/tiny.yml")
 (COMMANDS,) = (each.choices for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
 
 
@@ -283,6 +284,11 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["up", "--port", "no"], "no is not an integer from 1 to 65535"),
         (["import-config", "nope.yaml"], "config = nope.yaml: there is no such file"),
         (["import-config", "."], "config = .: Is a directory"),
+        (
+            ["branches", "plan", TINY],
+            "is a profile, which a file as in docs/training/branches.md names as its",
+        ),
+        (["run", LADDER], "is no profile but names one as its target; `trainshed ladder --help` shows"),
         (["import-config", TINY], "is a profile of Trainshed already; plan it: trainshed plan /"),
         (["convert", "nope", "out"], "--to: is missing"),
         (
