@@ -115,4 +115,4 @@ def await_start(api: str, seconds: float = SERVER_START.seconds) -> None:
             refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
             if not refused or time.monotonic() > deadline:
                 return
-        time.sleep(SERVER_START.delay(0))
+        time.sleep(SERVER_START.delays[0])

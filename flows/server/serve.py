@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SHARED, UP = "shared", "up"
 HOSTS = ("127.0.0.1", "localhost")
-CHECK_SECONDS = SERVER_HOME.delay(0)  # between checks for users
+CHECK_SECONDS = SERVER_HOME.delays[0]  # between checks for users
 # Seconds without a successful check, such as of a file system that does not answer.
 OUTAGE = SERVER_HOME.seconds
 STOP_TIMEOUT = 5.0  # seconds until the process ends without the server's consent

@@ -36,10 +36,6 @@ class Policy:
         """How long an outage may last: the sum of all delays."""
         return sum(self.delays)
 
-    def delay(self, number: int) -> float:
-        """Seconds before a retry, counted from 0; those after the last one have the last one's delay."""
-        return self.delays[min(number, len(self.delays) - 1)]
-
 
 def every(delay: float, seconds: float) -> tuple[float, ...]:
     """Equal delays that add up to so many seconds."""

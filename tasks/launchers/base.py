@@ -30,7 +30,7 @@ from profiles.files.retry_policies import STATUS
 
 log = logging.getLogger(__name__)
 
-POLL = STATUS.delay(0)  # seconds between queries of a job's status
+POLL = STATUS.delays[0]  # seconds between queries of a job's status
 STATUS_TIMEOUT = STATUS.seconds  # seconds without a job's status until `execute` gives up watching
 # Of environment variables: Prefect's, tokens, and the mode in which a job only compiles.
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TORCH_NEURONX_COMPILE_ONLY")

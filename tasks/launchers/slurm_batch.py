@@ -37,7 +37,7 @@ MAX_NAME_LENGTH = 60
 PREVIEW = "preview"  # in place of a submission's identifier: of a script that is only shown
 # For which a requeue is retried while the controller does not answer.
 REQUEUE_SECONDS = round(REQUEUE.seconds)
-REQUEUE_PAUSE = round(REQUEUE.delay(0))  # seconds before each retry
+REQUEUE_PAUSE = round(REQUEUE.delays[0])  # seconds before each retry
 # Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 

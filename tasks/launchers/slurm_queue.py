@@ -84,7 +84,7 @@ class Queue:
             except ControllerUnavailable:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(SCHEDULER.delay(0))
+                time.sleep(SCHEDULER.delays[0])
 
 
 def _query() -> list[QueueEntry]:
