@@ -37,6 +37,8 @@ EXTENSION_POINTS = (
     "modeling.models.language_model",
     "profiles.sections.families",
 )
+# Names of keys stay whole: on a phone, tables scroll instead.
+STYLE = ".md-typeset td code { word-break: normal; }"
 FENCE = re.compile(r"^( *```\w+) .+$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 HEADING = re.compile(r"^## ([^:\n]+)", re.MULTILINE)
@@ -59,7 +61,7 @@ def main() -> int:
 
 
 def stage() -> None:
-    """Copy the pages, their pictures, and the other files that they link to."""
+    """Copy the pages, their pictures, and the other files that they link to, and write the style sheet."""
     shutil.copytree(
         ROOT / "docs", PAGES / "docs", ignore=shutil.ignore_patterns("site", "__pycache__", "*.py")
     )
@@ -70,6 +72,7 @@ def stage() -> None:
         for link in LINK.findall(text):
             _stage_linked(page, link)
         page.write_text(FENCE.sub(r"\1", text), encoding="utf-8")
+    (PAGES / "style.css").write_text(STYLE)
 
 
 def _stage_linked(page: Path, link: str) -> None:
@@ -131,6 +134,7 @@ def configuration(navigation: list[dict[str, Any]]) -> str:
         "site_name": "Trainshed",
         "site_description": "Train language models as one Prefect flow, on Trainium, GPUs and CPUs",
         "docs_dir": PAGES.name,
+        "extra_css": ["style.css"],
         "site_dir": SITE.name,
         "nav": navigation,
     }
