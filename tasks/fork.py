@@ -24,6 +24,7 @@ from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from profiles.files.jsonl import is_metrics
 from profiles.schema import Profile, Train
+from profiles.validation_errors import INVALID_NAME
 from tasks.keys import POSITION
 from tasks.store import ledger, runs
 from tasks.store.run_folder import Parent, RunFolder
@@ -52,7 +53,7 @@ def find_parent(store: Store, text: str, child: str) -> Parent:
     try:
         forked = store.run_folder(child)
     except ValueError as error:
-        raise ProfileError("name", child, str(error)) from error
+        raise ProfileError("name", child, INVALID_NAME) from error
     known = forked.parent or _held_parent(forked)
     if known and known.run == name and wanted in ("", str(known.step)):
         if known.identity == identity:

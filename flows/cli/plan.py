@@ -7,10 +7,13 @@ import argparse
 from flows.ui.console import waiting
 from modeling.start import without_garbage_collection
 from profiles import resolve
+from profiles.errors import ProfileError
 
 
 def run(options: argparse.Namespace) -> int:
     """Load and check the profile before the planner's module imports torch; returns the exit code."""
+    if options.search and options.changes:
+        raise ProfileError("--changes", options.changes, "cannot be combined with --search")
     profile = resolve.load(options.profile, options.overrides)
     loading = waiting(lambda: "loading the planner")
     if options.search:

@@ -31,7 +31,7 @@ from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
 from parallel.pipeline.schedules import cut_layers
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import state_files
 from profiles.sections.model_checks import neighbours
 
@@ -168,7 +168,7 @@ def _members(source: Path, options: Options) -> list[Path]:
         if not is_run:
             saved = saved[: saved.index(source) + 1] if source in saved else []
         if not 1 < options.last <= len(saved):
-            reason = f"{folder} has {len(saved)} complete checkpoints"
+            reason = f"{folder} has {counted(len(saved), 'complete checkpoint')}"
             reason += "" if is_run else f" up to {source.name}"
             raise ProfileError("--average", options.last, reason, [len(saved)] if len(saved) > 1 else [])
         return [*saved[: -options.last - 1 : -1], *map(formats.locate, options.average)]

@@ -259,6 +259,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["plan", "tiny", "--set", "data.sources.0.kind=file"], "nearest valid: files, "),
         (["plan", "tiny", "--set", "train.steps", "100"], "--set train.steps=100"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
+        (["plan", "tiny", "--search", "--changes", "x"], "--changes = x: cannot be combined with --search"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
         (["run", "tiny", "--store", ""], "store = : is empty"),
         (

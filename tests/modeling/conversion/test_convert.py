@@ -371,7 +371,7 @@ def test_average_ends_at_the_named_checkpoint(run, tmp_path):
         convert(source, tmp_path / str(mean), Options("hf", last=2))
         found = load_file(tmp_path / str(mean) / "model.safetensors")
         assert all(tensor.eq(mean).all() for tensor in found.values())
-    with pytest.raises(ProfileError, match=r"--average = 2: .* has 1 complete checkpoints up to step_1"):
+    with pytest.raises(ProfileError, match=r"--average = 2: .* has 1 complete checkpoint up to step_1"):
         convert(run / "checkpoints/step_1", tmp_path / "one", Options("hf", last=2))
 
 
