@@ -46,4 +46,5 @@ def print_results(console: Console, rows: list[dict[str, Any]]) -> None:
         values = (format_value(row[name]) if name in row else "" for name in names)
         lines.append([f"{row['step']:,}", *values])
     console.print()
-    print_parts(console, ("step", *names), lines)
+    titles = (name.replace("validation_loss", "validation loss") for name in names)
+    print_parts(console, ("step", *titles), lines)
