@@ -126,11 +126,11 @@ class LocalLauncher:
                     child.poll()  # reaps it
                 time.sleep(0.1)
         finally:  # also if a second Ctrl-C interrupts the wait
-            _signal_all(handle.identifier, signal.SIGKILL)
+            killed = _signal_all(handle.identifier, signal.SIGKILL)
             if child is not None:
                 child.wait()
             deadline = time.monotonic() + KILLED_WAIT  # a killed process may take a moment to end
-            while _processes(handle.identifier) and time.monotonic() < deadline:
+            while any(map(_is_alive, killed)) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
@@ -176,7 +176,18 @@ def _wait_until_marked(child: subprocess.Popen[bytes], identifier: str) -> None:
         time.sleep(0.001)
 
 
-def _signal_all(identifier: str, number: signal.Signals) -> None:
-    for process in _processes(identifier):
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; one that ends has no environment while it releases its memory."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal_all(identifier: str, number: signal.Signals) -> list[psutil.Process]:
+    """Signal all live processes of a job; returns them."""
+    found = _processes(identifier)
+    for process in found:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
+    return found
