@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -36,6 +37,8 @@ def without_garbage_collection() -> Iterator[None]:
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     replace_unencodable()
+    # As torchrun sets it for several ranks, but before they inherit torch. Job modules set the number of torch's threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with without_garbage_collection():
         module = import_module(sys.argv[0])
     exit_codes.leave(exit_codes.code_of(module.main))

@@ -148,11 +148,11 @@ def training_ranks(run_folder: Path) -> list[psutil.Process]:
     ranks = {}
     for process in psutil.process_iter():
         try:
-            command, environment = process.cmdline(), process.environ()
+            command, (kind, _, rank) = process.cmdline(), process.name().partition(" ")
         except psutil.Error:
             continue
-        if {"modeling.training.train", str(run_folder)} <= set(command) and "RANK" in environment:
-            ranks[int(environment["RANK"])] = process
+        if {"modeling.training.train", str(run_folder)} <= set(command) and kind == "rank":
+            ranks[int(rank)] = process
     return [ranks[rank] for rank in sorted(ranks)]
 
 

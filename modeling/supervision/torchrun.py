@@ -5,7 +5,7 @@ releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy capt
 RUN/logs/stacks, and the process is ended by SIGALRM or, if necessary, SIGKILL, so that the attempt ends.
 
 It forwards SIGUSR1, on which ranks save and exit: Slurm with proctrack/cgroup signals only the task, which is torchrun, and not
-the task's descendants.
+the task's descendants. It forks ranks that run a job module, before it starts a thread (forked_ranks.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 from torch.distributed import TCPStore, run
 from torch.distributed.elastic import multiprocessing
 
 from modeling.supervision import heartbeat
+from modeling.supervision.forked_ranks import ForkedRank, fork_ranks
 from modeling.supervision.stragglers import node_name
 from modeling.supervision.time_account import BEGUN
 from profiles.files.exit_codes import HANG_MESSAGE
@@ -44,11 +46,22 @@ STOP = signal.SIGUSR1
 class Ranks(multiprocessing.SubprocessContext):
     """The ranks of this node, which get each STOP signal that arrives while they run."""
 
+    forked: ClassVar[list[ForkedRank]] = []  # which the first start lets run
+
     def start(self) -> None:
         # Inherited: a rank that is starting up must miss the signal, not be killed by it.
         signal.signal(STOP, signal.SIG_IGN)
         super().start()
         signal.signal(STOP, self._forward)
+
+    def _start(self) -> None:
+        ranks, Ranks.forked = Ranks.forked, []
+        if not ranks:
+            super()._start()
+            return
+        self.subprocess_handlers = dict(enumerate(ranks))  # type: ignore[arg-type]  # what is called of them
+        for number, rank in enumerate(ranks):
+            rank.start(os.environ | self.envs[number], self.stdouts[number], self.stderrs[number])
 
     def _forward(self, *_: object) -> None:
         for rank in self.subprocess_handlers.values():
@@ -58,8 +71,10 @@ class Ranks(multiprocessing.SubprocessContext):
 def main(arguments: list[str] | None = None) -> int:
     signal.signal(STOP, signal.SIG_IGN)
     vars(multiprocessing)["SubprocessContext"] = Ranks
-    arguments, store = with_free_port(sys.argv[1:] if arguments is None else arguments)
     raise_file_limit()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    Ranks.forked = fork_ranks(arguments)
+    arguments, store = with_free_port(arguments)
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
         os.environ[BEGUN] = str(psutil.Process().create_time())

@@ -19,10 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks.launchers.base import Handle, Job, JobFailed, Launcher, execute
+from tasks.launchers.base import START, Handle, Job, JobFailed, Launcher, execute
 from tasks.launchers.conformance_job import FAILURE
 
 SECRET = ("CONFORMANCE_SECRET", "kept in no file")
+
+
+class ModuleJob(Job):
+    """A job that starts as those of training do: forked, if it has ranks."""
+
+    @property
+    def module(self) -> list[str]:
+        return [START, self.program]
 
 
 class LauncherConformance:
@@ -120,7 +128,7 @@ class LauncherConformance:
 
     def job(self, folder: Path, *orders: str, **options: Any) -> Job:
         program = "tasks.launchers.conformance_job"
-        return Job("conformance", program, (str(folder), *orders), folder / "logs", **options)
+        return ModuleJob("conformance", program, (str(folder), *orders), folder / "logs", **options)
 
     def saving_job(self, folder: Path, *orders: str) -> Job:
         """A job that saves when it is asked to stop."""

@@ -19,7 +19,7 @@ FAILURE = 3  # exit code
 SECRETS = ("CONFORMANCE_SECRET", "PREFECT_API_KEY")
 
 
-def main() -> None:
+def main() -> int:
     parser = Parser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("orders", nargs="*")
@@ -50,8 +50,9 @@ def main() -> None:
     while not (options.folder / "finish").exists():
         time.sleep(0.05)
     if "fail" in options.orders:
-        sys.exit(FAILURE)
+        return FAILURE
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
+from benchmarks.harness.processes import training_ranks
 from flows.cli.main import main
 from flows.hooks import cancel_jobs
 from tests.flows.micro import LONGER, final_state, logged, losses, settings, wait_for_step
@@ -55,19 +55,6 @@ def incidents(folder: Path) -> tuple[list[str], list[str]]:
     return [row["event"] for row in rows], [row["reason"] for row in rows]
 
 
-def ranks(folder) -> list[psutil.Process]:
-    """Training processes of a run, without torchrun."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = process.cmdline()
-            if TRAIN in line and str(folder) in line and "modeling.supervision.torchrun" not in line:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_flow_with_one_retry_completes_a_run_whose_ranks_are_killed_twice(
     pretrain, undisturbed, tmp_path, caplog
 ):
@@ -77,8 +64,8 @@ def test_flow_with_one_retry_completes_a_run_whose_ranks_are_killed_twice(
     def kill_twice():
         for rank in 0, 1:
             wait_for_step(folder, (rank + 1) * INTERRUPTED_AT)
-            os.kill(ranks(folder)[rank].pid, signal.SIGKILL)
-            until(lambda: not ranks(folder))
+            os.kill(training_ranks(folder)[rank].pid, signal.SIGKILL)
+            until(lambda: not training_ranks(folder))
 
     caplog.set_level("INFO")
     killer = threading.Thread(target=kill_twice)
@@ -194,7 +181,7 @@ def test_command_started_again_reattaches_to_running_training(
     arguments = ("run", str(profile), *settings(*LONGER, patient))
     first = command(*arguments, PREFECT_API_URL=prefect_server)
     wait_for_step(folder, INTERRUPTED_AT)
-    training = ranks(folder)
+    training = training_ranks(folder)
     before = {process.pid for process in training}
     os.kill(first.process.pid, signal.SIGKILL)
     for process in training:  # so that training outlasts the start of the second command
@@ -205,7 +192,7 @@ def test_command_started_again_reattaches_to_running_training(
     assert not (tmp_path / "store/runs/micro~1").exists()
     given = {"profile": str(profile), "overrides": LONGER, "store": str(tmp_path / "store")}
     cancel_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
-    assert {process.pid for process in ranks(folder)} == before
+    assert {process.pid for process in training_ranks(folder)} == before
 
     def resume():
         log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 300

@@ -14,8 +14,8 @@ import numpy as np
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE, Rows, pack_rows, rows_path
 from profiles.resolve import dump, load
+from tasks.launchers.base import START, TORCHRUN
 from tests.forked_jobs import run_forked
-from tests.ports import free_port
 
 VOCABULARY = 160
 PROFILE = """
@@ -91,11 +91,10 @@ def records(folder: Path, pairs: bool = False) -> Path:
 
 def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
     """Start `python -m modeling.<program>` with piped output, under torchrun unless `processes` is 0."""
-    command = [sys.executable, "-m", "modeling.start", f"modeling.{program}", *map(str, arguments)]
+    command = [sys.executable, "-m", START, f"modeling.{program}", *map(str, arguments)]
     if processes:
-        port = str(free_port())
-        command[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command[5:5] = ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+        port = ("--master-addr", "127.0.0.1", "--master-port", "0")
+        command[1:1] = ["-m", START, TORCHRUN, "--nproc-per-node", str(processes), *port]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.harness.processes import training_ranks
 from flows.cli.deployments import listed
 from profiles import resolve
 from profiles.schema import Profile
@@ -73,7 +74,7 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """Training processes by rank."""
-        return ranks(self.folder)
+        return training_ranks(self.folder)
 
     def at_step(self, step: int, act) -> threading.Thread:
         """Call `act` in a thread once `step` steps are complete; `train` polls too slowly for short runs."""
@@ -120,18 +121,6 @@ def undisturbed(lab):
     with forked_jobs():
         run.train()
     return run.losses
-
-
-def ranks(folder: Path) -> list[psutil.Process]:
-    """Training processes of a run by rank."""
-    found = {}
-    for process in psutil.process_iter():
-        try:
-            if str(folder) in process.cmdline() and "RANK" in process.environ():
-                found[int(process.environ()["RANK"])] = process
-        except psutil.Error:
-            continue
-    return [found[rank] for rank in sorted(found)]
 
 
 def register_deployment(api: str, name: str, folder: Path) -> None:

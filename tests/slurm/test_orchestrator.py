@@ -11,12 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.harness.processes import training_ranks
 from flows.server.shared_server import wait_healthy
 from tests.flows.cli.test_up import ask
 from tests.flows.micro import losses, settings, wait_for_step, write_patient_loss
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
-from tests.slurm.conftest import SLURM, ranks, register_deployment, worker
+from tests.slurm.conftest import SLURM, register_deployment, worker
 from tests.waiting import until
 
 RUN = (*SLURM, "cluster.nodes=1", "parallel.tensor=1", "checkpoint.every=100", "evaluate.every=0")
@@ -105,7 +106,7 @@ def test_command_reattaches_to_the_job_of_a_killed_worker_and_completes_despite_
 ):
     patient = ("train.steps=300", "cluster.hang_seconds=600")
     folder, flow_run = deploy(*patient)
-    training = ranks(folder)
+    training = training_ranks(folder)
     for process in training:  # so that training outlasts the start of the command
         process.suspend()
     (job,) = cluster.jobs()

@@ -1,6 +1,7 @@
 """LocalLauncher with real torchrun processes: failures, signals, re-attaching, unreadable status."""
 
 import errno
+import json
 import os
 import signal
 import time
@@ -12,27 +13,35 @@ import pytest
 
 from profiles.files.jsonl import LogFollower
 from tasks.launchers import Job, JobFailed, base, create, execute, local
+from tasks.launchers.conformance import ModuleJob
 from tasks.launchers.local import MARKER, LocalLauncher
 from tests.waiting import until, until_written
 
 pytestmark = pytest.mark.slow
 
 RANKS = """
-import os, pathlib, signal, sys, time
-rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
-def save(*_):
-    (folder / f"saved-{rank}").touch()
-    sys.exit(143)
-ignores = "all-ignore-sigterm" in sys.argv or "rank-1-ignores-sigterm" in sys.argv and rank == "1"
-signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else save)
-print(f"rank {rank} here with secret {os.environ.get('PREFECT_API_KEY')}\\n", end="")  # one write: lines of ranks may mix
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
-while not (folder / "finish").exists():
-    time.sleep(0.05)
-if "fail" in sys.argv and rank == "1":
-    while not (folder / "pid-0").exists():
+import json, os, pathlib, signal, sys, time
+
+def main():
+    rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
+    def save(*_):
+        (folder / f"saved-{rank}").touch()
+        sys.exit(143)
+    ignores = "all-ignore-sigterm" in sys.argv or "rank-1-ignores-sigterm" in sys.argv and rank == "1"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else save)
+    print(f"rank {rank} here with secret {os.environ.get('PREFECT_API_KEY')}\\n", end="")  # one write: lines of ranks may mix
+    (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    while not (folder / "finish").exists():
         time.sleep(0.05)
-    raise ValueError("what went wrong")
+    if "fail" in sys.argv and rank == "1":
+        while not (folder / "pid-0").exists():
+            time.sleep(0.05)
+        raise ValueError("what went wrong")
+    return 0
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -43,7 +52,8 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_KEY", "planted")
 
     def make(*arguments: str, processes: int = 2) -> Job:
-        return Job(
+        kind = ModuleJob if processes else Job
+        return kind(
             "work", "ranks", (str(tmp_path), *arguments), tmp_path / "logs", processes=processes, threads=1
         )
 
@@ -82,7 +92,7 @@ def gone(pid: int) -> bool:
 
 def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(job, tmp_path, capfd):
     (tmp_path / "finish").touch()
-    with pytest.raises(JobFailed, match="rank 1 ended with exit code 1") as failure:
+    with pytest.raises(JobFailed, match="rank 1 ended with exit code 2") as failure:
         execute(create("local"), job("fail"))
     assert "ValueError: what went wrong" in failure.value.detail
     assert "rank 0" not in failure.value.detail
@@ -163,7 +173,9 @@ def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
     rank = psutil.Process(running[0])
     sockets = [each for each in rank.parent().net_connections() if each.status == psutil.CONN_LISTEN]
     assert {each.laddr.ip for each in sockets} == {"127.0.0.1"}  # other machines cannot reach the rendezvous
-    assert rank.environ()["GLOO_SOCKET_IFNAME"] == "lo"
+    environment = json.loads((tmp_path / "environment-0").read_text())
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert [psutil.Process(pid).name() for pid in running] == ["rank 0", "rank 1"]
     rank.parent().kill()
     until(lambda: not launcher.poll(handle).running)
     assert launcher.poll(handle).exit_code == -signal.SIGKILL

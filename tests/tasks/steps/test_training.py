@@ -1,14 +1,13 @@
 """Training step: a stopped job's grace period, log forwarding, missing evaluations, moved run folders."""
 
-import contextlib
 import json
 import logging
 import time
 
 import fsspec
-import psutil
 import pytest
 
+from benchmarks.harness.processes import training_ranks
 from profiles import resolve
 from profiles.files import exit_codes, state_files
 from tasks.failures import FatalError
@@ -34,10 +33,8 @@ def test_stopped_job_has_the_grace_period_to_save(tokenized):
 
     def stop():
         if runs.last_training_row(folder):
-            for process in psutil.process_iter():
-                with contextlib.suppress(psutil.Error):
-                    if str(folder) in process.cmdline() and "RANK" in process.environ():
-                        process.suspend()
+            for process in training_ranks(folder):
+                process.suspend()
             stopped.append(time.monotonic())
             raise KeyboardInterrupt
 
