@@ -99,6 +99,7 @@ ATTRIBUTES = {
     "_setup_forward_recv_info": "torch.distributed.pipelining.PipelineStage",
     "_warmup_backward_result": "torch.distributed.pipelining.PipelineStage",
     "_warmup_forward_vote": "torch.distributed.pipelining.PipelineStage",
+    "_start": "torch.distributed.elastic.multiprocessing.SubprocessContext",
 }
 DISABLED = "__dynamo_disable"  # attribute of a function: the same with Dynamo disabled
 WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-import torch
 from torch.distributed import run
 
 from modeling.start import without_garbage_collection
@@ -138,4 +138,4 @@ def _take_over(channel: Connection) -> None:
                 os.dup2(file.fileno(), stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    torch.multiprocessing._set_thread_name(f"rank {environment['RANK']}")  # as ps and top show it
+    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # as ps and top show it
