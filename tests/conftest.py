@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import fcntl
+import importlib
 import logging
 import os
 import shutil
@@ -20,8 +21,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from flows.server.prefect_settings import single_certificate_setting
 from modeling.compilation import toolchain
-
-pytest_plugins = ["tests.pool"]
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
 # has its own home, hence its own server and database.
@@ -139,6 +138,21 @@ def waits(monkeypatch):
     seconds = []
     monkeypatch.setattr("profiles.files.retries.sleep", seconds.append)
     return seconds
+
+
+def pytest_configure(config):
+    """Make traces and garbage collection cheaper, except in xdist's controller, which runs no test."""
+    if hasattr(config, "workerinput") or not config.getoption("tx"):
+        importlib.import_module("tests.forkserver")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of ranks, per module: gloo's threads take each idle rank half a percent of a core."""
+    from tests.pool import Pool
+
+    with Pool() as shared:
+        yield shared
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -170,10 +169,3 @@ def _work(connection: Connection, port: int) -> None:
         except BaseException:
             outcome = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(outcome))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """A pool of ranks, per module: gloo's threads take each idle rank half a percent of a core."""
-    with Pool() as shared:
-        yield shared
