@@ -17,7 +17,7 @@ import tarfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ from modeling.models.build import partition_layers
 from modeling.planning import measure
 from modeling.supervision import stragglers
 from modeling.tracing.trace import run_stage
-from modeling.training import evaluate, train
+from modeling.training import evaluate, generate, train
 from modeling.training.trainer import Trainer
 from parallel import collectives, device, torch_internals
 from parallel.attention import kernels
@@ -105,6 +105,7 @@ def run_steps(run: Path, dataset: Path) -> object:
     used: dict[str, Any] = {}
     buckets = Counter[str]()
     with (
+        few_new_tokens(),
         mock.patch.object(train.TrainingRun, "_queue_step", queue),
         mock.patch.object(manifest, "capture", wraps=manifest.capture) as traced,
     ):
@@ -172,9 +173,15 @@ def run_with_slow_device(run: Path, dataset: Path) -> object:
 
 def run_evaluation(run: Path, dataset: Path) -> object:
     """Evaluate; returns the programs in the cache."""
-    output = ["--output", str(run / "evaluation.json")]
-    evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output, *compiled_ahead(run)])
+    output, ahead = ["--output", str(run / "evaluation.json")], compiled_ahead(run)
+    with few_new_tokens() if ahead else nullcontext():
+        evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output, *ahead])
     return neffs(run / "graphs")
+
+
+def few_new_tokens() -> AbstractContextManager[object]:
+    """Generated samples have two tokens in the block, the second after one that was generated."""
+    return mock.patch.object(generate, "NEW_TOKENS", 2)
 
 
 def resume_training(run: Path, dataset: Path) -> object:
@@ -194,7 +201,7 @@ def check_devices(run: Path, dataset: Path) -> object:
     register_compiler()
     words = {}
     kind = type(device.NEURON)
-    start = kind.start_process_group
+    start, seconds = kind.start_process_group, measure._seconds
 
     def start_once(
         self: device.Device, *arguments: Any, **options: Any
@@ -208,6 +215,8 @@ def check_devices(run: Path, dataset: Path) -> object:
         mock.patch.object(checks, "STEPS", 2),  # the second loss depends on an update
         mock.patch.object(measure, "BUSY", 64),
         mock.patch.object(measure, "ROUNDS", 1),
+        # So long a product keeps the device busy while calls are queued; thousands of short ones would as well.
+        mock.patch.object(measure, "_seconds", lambda *arguments: max(1.0, seconds(*arguments))),
         mock.patch.object(measure.fastest, "__defaults__", (2,)),  # calls that are queued
     ):
         first = os.environ["RANK"] == "0"

@@ -48,18 +48,18 @@ BF16 = ("train.precision=bf16", *MUON)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false", *MUON)
 ADAPTERS = (*SFT, "lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
-USERS = "compiled, user functions"
+TENSOR, USERS = "compiled, tensor", "compiled, user loss"
 SHARDED_ADAPTERS = "compiled, sft, lora, fsdp"
 COMPILED = {
-    "compiled, tensor": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
+    TENSOR: (
+        *(*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
+        "evaluate.metrics=[tests.emulation.user_functions:accuracy]",
+    ),
     "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", *MASKED),
     "compiled, dpo, zero bubble": (*DPO, *PIPELINE, "parallel.schedule=zero_bubble"),
     # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
     # recompiles for by default
-    USERS: (
-        *(*GPT, "parallel.tensor=2", "train.loss=tests.emulation.user_functions:cross_entropy"),
-        "evaluate.metrics=[tests.emulation.user_functions:accuracy]",
-    ),
+    USERS: (*GPT, "parallel.tensor=2", "train.loss=tests.emulation.user_functions:cross_entropy"),
     # in microbatches, with room for every row
     "compiled, experts": (
         *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
@@ -68,10 +68,6 @@ COMPILED = {
     # in a ring with documents
     SHARDED_ADAPTERS: (*ADAPTERS, "parallel.tensor=1", "parallel.context=2", "parallel.data_sharding=fsdp"),
 }
-AHEAD = (  # compiled ahead, without the device
-    *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
-    SHARDED_ADAPTERS,
-)
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
     "modeling/models/families/llama.py:Llama.__init__",
@@ -219,14 +215,15 @@ def runs(tmp_path_factory, datasets) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
     compiled_ahead = {
-        ahead(name): {"settings": (*COMPILED[name], *COMPILE), "calls": ["compile"]} for name in AHEAD
+        ahead(name): {"settings": (*settings, *COMPILE), "calls": ["compile"]}
+        for name, settings in COMPILED.items()
     }
     entries = {
         name: {"settings": (*settings, *COMPILE), "calls": ["steps"]} for name, settings in COMPILED.items()
     }
-    for name in ("compiled, tensor", USERS):
+    for name in (TENSOR, USERS):
         entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
-        entries[name]["calls"].append("evaluate")
+    entries[TENSOR]["calls"].append("evaluate")
     entries[SHARDED_ADAPTERS]["weights"] = base_weights(cpu_runs)
     entries = compiled_ahead | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
@@ -298,11 +295,11 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         # Saves a checkpoint, in runs that do.
         assert set(call["returned"]["after"]) <= copies
         # The device reads its settings once: the cache of compiled programs must be set before it is used.
-        cache = run / "graphs" / ("ahead" if name in AHEAD else f"own-{torch.__version__}")
+        cache = run / "graphs" / ("ahead" if name in COMPILED else f"own-{torch.__version__}")
         assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(cache)}
 
 
-@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("name", COMPILED)
 def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it(name, compiled_runs):
     """One process compiles without the device; each rank's programs have the same digests with it."""
     run, (compiled,) = compiled_runs[name], calls(compiled_runs[ahead(name)])
@@ -317,10 +314,9 @@ def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it
     assert not (run / "events.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["compiled, tensor", USERS])
-def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(name, compiled_runs):
-    """And no program that was not compiled ahead."""
-    evaluated, (compiled,) = calls(compiled_runs[name])[1], calls(compiled_runs[ahead(name)])
+def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(compiled_runs):
+    """And no program that was not compiled ahead; with a user's metric."""
+    evaluated, (compiled,) = calls(compiled_runs[TENSOR])[1], calls(compiled_runs[ahead(TENSOR)])
     assert evaluated["returned"] == compiled["returned"]
     used = evaluated["usage"]
     assert {site.split()[0] for site in used[usage.EAGER]} <= SETUP | {
