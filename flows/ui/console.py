@@ -39,7 +39,9 @@ PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is
 SHORT_WAIT = 0.3  # seconds until `waiting` shows what it waits for, so that short waits do not flash
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 PIPED_WIDTH = 200  # of a table where standard output is not a terminal
-COMMAND = re.compile(r"(?<!`)trainshed \w|pip install|make \w| --\w")  # in a message
+UNFOLDED = re.compile(
+    r"^[\[ ]|(?<!`)trainshed \w|pip install|make \w| --\w"
+)  # a line with a command or of a job's output
 SEPARATOR = "  "  # between the parts of a progress line
 
 
@@ -158,8 +160,8 @@ def wrap(line: str, width: int, indent: int) -> str:
 
 
 def fold(text: str, width: int) -> str:
-    """Wrap lines between words, except those with a command, which can be copied in one piece."""
-    return "\n".join(line if COMMAND.search(line) else wrap(line, width, 0) for line in text.split("\n"))
+    """Wrap lines between words, except those with a command, which can be copied in one piece, and output of jobs."""
+    return "\n".join(line if UNFOLDED.search(line) else wrap(line, width, 0) for line in text.split("\n"))
 
 
 def log_outcome(log: logging.Logger, outcome: Outcome) -> None:

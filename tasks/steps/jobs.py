@@ -24,6 +24,9 @@ TIMEOUT = 6 * 3600.0  # seconds, of a job that writes one file
 HARMLESS = re.compile(
     r"^\[W\S* \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
 )
+# The message of an error that a rank logs before its traceback (profiles/files/exit_codes.py), and the traceback's first line.
+FAILURE = re.compile(r"(?:rank 0 )?failed|rejected|out of memory")
+TRACEBACK = "Traceback (most recent call last):"
 log = logging.getLogger(__name__)
 
 
@@ -97,7 +100,10 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
 
 
 class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, except HARMLESS ones and step lines."""
+    """Forwards rank 0's log lines to the flow's log, except HARMLESS ones, step lines and tracebacks.
+
+    The error of a failed job has its last lines.
+    """
 
     BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
 
@@ -105,6 +111,7 @@ class LogForwarder:
         self._follower = LogFollower(log_file, start=size_of(log_file))
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
+        self._in_traceback = False
 
     def forward(self) -> None:
         """Forward new lines; call it several times a second."""
@@ -113,10 +120,16 @@ class LogForwarder:
         self._asked = now
         for line in self._follower.lines():
             text = line.removeprefix("[rank 0] ")
-            if text == line or text.startswith("step ") or HARMLESS.search(text):
+            if text == line or text.startswith("step ") or HARMLESS.search(text) or self._is_failure(text):
                 continue
             if text.startswith(job_log.WARNING) or "Warning: " in text:  # ours, or one of Python's
                 log.warning("%s", text)
             elif self._credit >= 1:
                 self._credit -= 1
                 log.info("%s", text)
+
+    def _is_failure(self, text: str) -> bool:
+        """Whether a line is of an error's traceback, which ends with the first line that is not indented."""
+        begins, was_in = text == TRACEBACK, self._in_traceback
+        self._in_traceback = begins or (was_in and text.startswith(" "))
+        return begins or was_in or bool(FAILURE.fullmatch(text))

@@ -79,8 +79,11 @@ def test_step_notes_wrap_between_words_with_a_hanging_indent(shown):
     assert console.fold("the loss rose; run the same command again", 24) == (
         "the loss rose; run the\nsame command again"
     )
-    command = "to convert it: trainshed convert store/runs/tiny model"
-    assert console.fold(command, 24) == command
+    for line in (
+        "to convert it: trainshed convert store/runs/tiny model",
+        "[rank 0] File a.py, line 2, in loss",
+    ):
+        assert console.fold(line, 24) == line
 
 
 def test_part_wider_than_the_terminal_is_truncated(shown):

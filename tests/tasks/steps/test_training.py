@@ -54,6 +54,13 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
         )
         nameless = "[c10d] The hostname of the client socket cannot be retrieved. err=-3"
         file.write(f"[rank 0] [W1129 12:15:49.432635886 socket.cpp:207] {nameless}\n")
+        traceback = (
+            "failed",
+            "Traceback (most recent call last):",
+            '  File "loss.py"',
+            "ValueError: no loss",
+        )
+        file.writelines(f"[rank 0] {line}\n" for line in traceback)  # the job's error has it
         file.writelines(f"[rank 0] chatter {number}\n" for number in range(1000))
         file.write("[rank 0] UserWarning: look at this\n[rank 0] half a li")
     forwarder.forward()
