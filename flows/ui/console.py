@@ -160,7 +160,7 @@ def wrap(line: str, width: int, indent: int) -> str:
 
 
 def fold(text: str, width: int) -> str:
-    """Wrap lines between words, except those with a command, which can be copied in one piece, and output of jobs."""
+    """Wrap lines between words, except commands, which can be copied in one piece, and output of jobs."""
     return "\n".join(line if UNFOLDED.search(line) else wrap(line, width, 0) for line in text.split("\n"))
 
 
