@@ -13,8 +13,9 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE, REJECTED
 from flows.ui.console import TrimmedConsole, print_json, print_parts, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
+from modeling.models.build import device_of
 from modeling.planning.efficiency import basis
-from modeling.planning.planner import device_bytes, reserved_share
+from modeling.planning.planner import device_bytes
 from modeling.planning.search import RejectedDegrees, Topology, Variation, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
@@ -85,7 +86,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
             console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
     if rejected:
         console.print(
-            f"\nrejected (limit: {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} per device):"
+            f"\nrejected (limit: {1 - device_of(profile).reserve:.0%} of {format_bytes(device_bytes(profile))} per device):"
         )
     for reason, broken in _reasons(rejected):
         console.print(Padding(Text(f"{reason}: {broken}"), (0, 0, 0, 2)))

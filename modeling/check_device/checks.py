@@ -33,13 +33,8 @@ from profiles.schema import Profile
 TOLERANCES = {precision: kernel_check.TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
 MAX_SPLIT = 8  # ranks over which training is split in a way; further ranks are data-parallel
-WAYS: tuple[str, ...] = (
-    "tensor",
-    "context",
-    "pipeline",
-    "data",
-    "fsdp",
-)  # in which training is split over devices
+# In which training is split over devices.
+WAYS: tuple[str, ...] = ("tensor", "context", "pipeline", "data", "fsdp")
 
 
 @dataclass(frozen=True)

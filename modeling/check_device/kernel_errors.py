@@ -39,6 +39,7 @@ from parallel import device as devices
 from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.attention.gathered import gathered_attention
+from parallel.attention.tiles import AttentionOptions
 from parallel.attention.zigzag import RankAttention, zigzag_positions
 from parallel.constraints import kv_replicas
 from parallel.experts.activations import ACTIVATIONS
@@ -130,7 +131,7 @@ def _gathered_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
     width = v.shape[-1]
     axis = Axis("context", graph_kernel=kernels.default_kernel(q))
     padded = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
-    return gathered_attention(q, k, padded, axis, **options)[..., :width]
+    return gathered_attention(q, k, padded, axis, AttentionOptions(**options))[..., :width]
 
 
 def ring_errors(profile: Profile, device: torch.device) -> Errors:

@@ -128,20 +128,13 @@ class Inductor(Compiler):
     """Compile graphs with torch's inductor: C++ on CPUs, Triton on GPUs.
 
     Args:
+        settings: those of every compiler.
         async_tensor: whether to merge all-gathers and reduce-scatters over the tensor axis with the matrix products beside them,
             into kernels that read and write the other ranks' memory. Its process group must exist when a graph is compiled.
     """
 
-    def __init__(
-        self,
-        device: str,
-        flags: str | None = None,
-        accelerator: str | None = None,
-        users: Mapping[str, str] = os.environ,
-        *,
-        async_tensor: bool = False,
-    ) -> None:
-        super().__init__(device, flags, accelerator, users)
+    def __init__(self, device: str, *settings: Any, async_tensor: bool = False) -> None:
+        super().__init__(device, *settings)
         self.async_tensor = async_tensor
         # Triton asks the card's driver for its architecture, and torch's choices of kernels read the card's properties.
         self.needs_device = device != "cpu"

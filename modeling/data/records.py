@@ -353,9 +353,8 @@ class _ReplayOrder:
         ]
         seeds = [seed, *(stream.seed for stream in history)]
         self._mixture = MixtureSchedule(replay.phases)
-        self._begins = np.array(
-            [0, *(stream.begin for stream in history)]
-        )  # number of each stream's first sample
+        # number of each stream's first sample
+        self._begins = np.array([0, *(stream.begin for stream in history)])
         self._firsts = np.cumsum([0, *counts])[:-1]  # sample of each stream in the corpus
         self._orders = [WindowOrder(count, own) for count, own in zip(counts, seeds, strict=True)]
 

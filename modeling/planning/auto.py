@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling.models.build import partition_layers
+from modeling.models.build import device_of, partition_layers
 from modeling.planning import memory
-from modeling.planning.planner import Plan, device_bytes, host_bytes, plan, reserved_share
+from modeling.planning.planner import Plan, device_bytes, host_bytes, plan
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import layer_seconds
 from profiles.check import passes, with_value
@@ -90,7 +90,7 @@ def _choose_on_rank(
     buckets: Sequence[memory.PlannedBucket],
 ) -> list[list[str]]:
     """The modes of the layers of a pipeline rank's stages."""
-    room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
+    room = (1 - device_of(profile).reserve) * device_bytes(profile) - host_bytes(profile)
     # With working memory this large, the peak is never at another time, so everything else simply adds to it.
     held = memory.rank_bytes(profile, HUGE, microbatches, costs.hidden_bytes, buckets)
     rest = sum(held.values()) - HUGE + memory.choice_bytes(profile, partition)

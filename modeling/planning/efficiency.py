@@ -163,9 +163,8 @@ def sent_share(profile: Profile, software: Software = OURS) -> float:
     choices = model.num_experts_per_tok
     if not software.sends_once or nodes < 2 or choices is None:
         return share
-    distinct = nodes * (
-        1 - (1 - 1 / nodes) ** choices
-    )  # nodes with a token's experts, if each choice is random
+    # Nodes with a token's experts, if each choice is random.
+    distinct = nodes * (1 - (1 - 1 / nodes) ** choices)
     return share * min(distinct, model.topk_group or nodes) / choices
 
 

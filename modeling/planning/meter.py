@@ -79,32 +79,10 @@ class Meter(TorchDispatchMode):
         experts = packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_sum)
         if experts and self._compiled and repeats_computed_once():
             return _shaped(function, inputs, named or {})
-        if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
-            name = inputs[-1]  # the formulas, for soft caps that the device's kernel does not have
-            kernel = kernels.get_kernel(name) if name.startswith(kernels.SOFT_CAP) else self._kernel
-            scratch = kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
-            self.peak = max(self.peak, self.live + scratch)
-        if packet is torch.ops.trainshed.max_scores:
-            q, k, _, _, ranks, *_ = inputs
-            gathered = ranks * tensor_bytes(k) if ranks > 1 else 0
-            scratch = gathered + SCORES.scratch_bytes(q, k, causal=True)
-            self.peak = max(self.peak, self.live + scratch)
         pending = pending_bytes(function, inputs)
         self.live += min(pending, 0)  # what has arrived is part of the scratch memory
-        if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
-            backward = packet is torch.ops.trainshed.experts_backward
-            x, order, gate_up = (inputs[index + backward] for index in (0, 2, 6))
-            updated = any(isinstance(each, Tensor) for each in inputs[10 + backward : 14 + backward])
-            scratch = dropless.scratch_bytes(x, order.numel(), gate_up, backward, updated)
-            self.peak = max(self.peak, self.live + scratch)
+        self.peak = max(self.peak, self.live + self._scratch(packet, inputs))
         self.live += max(pending, 0)
-        self.peak = max(self.peak, self.live)
-        if packet in (torch.ops.trainshed.gated_delta_rule, torch.ops.trainshed.gated_delta_rule_backward):
-            backward = packet is torch.ops.trainshed.gated_delta_rule_backward
-            k, v, decay = inputs[1 + 2 * backward], inputs[2 + 2 * backward], inputs[3 + 2 * backward]
-            self.peak = max(
-                self.peak, self.live + delta_rule.scratch_bytes(k, v, decay, inputs[-1], backward)
-            )
         scratch, copied = chunk_costs(function, inputs)
         self.peak = max(self.peak, self.live + scratch)
         self.moved += copied
@@ -120,6 +98,27 @@ class Meter(TorchDispatchMode):
         if not (product or volume or function.is_view):
             self.moved += tensor_bytes([*inputs]) + tensor_bytes(results)
         return results
+
+    def _scratch(self, packet: Any, inputs: tuple[Any, ...]) -> int:
+        """Temporary bytes of one of our operators, besides those of products in chunks; 0 for others."""
+        ours = torch.ops.trainshed
+        backward = packet in (ours.experts_backward, ours.gated_delta_rule_backward)
+        if packet is ours.attention_backward and self._kernel is not None:
+            name = inputs[-1]  # the formulas, for soft caps that the device's kernel does not have
+            kernel = kernels.get_kernel(name) if name.startswith(kernels.SOFT_CAP) else self._kernel
+            return kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
+        if packet is ours.max_scores:
+            q, k, _, _, ranks, *_ = inputs
+            gathered = ranks * tensor_bytes(k) if ranks > 1 else 0
+            return gathered + SCORES.scratch_bytes(q, k, causal=True)
+        if packet in (ours.experts, ours.experts_backward):
+            x, order, gate_up = (inputs[index + backward] for index in (0, 2, 6))
+            updated = any(isinstance(each, Tensor) for each in inputs[10 + backward : 14 + backward])
+            return dropless.scratch_bytes(x, order.numel(), gate_up, backward, updated)
+        if packet in (ours.gated_delta_rule, ours.gated_delta_rule_backward):
+            k, v, decay = inputs[1 + 2 * backward : 4 + 2 * backward]
+            return delta_rule.scratch_bytes(k, v, decay, inputs[-1], backward)
+        return 0
 
     def _allocate(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

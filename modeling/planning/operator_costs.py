@@ -66,12 +66,6 @@ Shape = tuple[str, int, int, int]
 """A product: "matmul", "fp8" in 8 bits or "experts", rows, inner and columns; or "attention", queries, keys and head size."""
 
 
-def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) -> int:
-    """FLOPs of a call; 0 for operators other than matrix products and attention."""
-    found = operator_product(operator, arguments, result)
-    return found[1] if found else 0
-
-
 def masked_attention_flops(target: Any, arguments: Sequence[Any]) -> int:
     """FLOPs of a call of FlexAttention, as if its mask were causal; 0 for other targets."""
     if target not in _FLEX:

@@ -103,7 +103,7 @@ def plan(profile: Profile, cache: CostCache | None = None, software: Software = 
     """
     parallel, settings = profile.parallel, profile.train
     stages = _stages(profile, StageCosts(profile, cache), software)
-    host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
+    host, device, reserve = host_bytes(profile), device_bytes(profile), device_of(profile).reserve
     communication = {
         axis: max(stage.communication[axis] for stage in stages) for axis in stages[0].communication
     }
@@ -309,18 +309,12 @@ def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> Opt
             sums, gathers = (1, 1) if keeps else (microbatches, passes)
             accumulated += shard * (sums * 3 - 1) * gradient
             accumulated += shard * gathers * (WIDE + weight)
-        updated += shard * (
-            gradient + WIDE + gradient + bucket.rule.traffic
-        )  # norms of gradients and weights
+        # Besides the rule, norms of gradients and weights.
+        updated += shard * (gradient + WIDE + gradient + bucket.rule.traffic)
         if bucket.scaled:
             updated += shard * 2 * WIDE
         multiply_adds += bucket.multiply_adds // (bucket.shards * profile.parallel.tensor)
     return OptimizerTraffic(accumulated, updated, 2.0 * multiply_adds)
-
-
-def reserved_share(profile: Profile) -> float:
-    """Share of device memory that a plan leaves free, for fragmentation and memory it does not model."""
-    return device_of(profile).reserve
 
 
 def device_bytes(profile: Profile) -> int:

@@ -22,7 +22,7 @@ from modeling.models.build import device_of, partition_layers
 from modeling.models.flops import layer_multiply_adds
 from modeling.planning import memory
 from modeling.planning.auto import resolve_auto
-from modeling.planning.planner import CONTEXT_TOKENS, Plan, device_bytes, plan, reserved_share
+from modeling.planning.planner import CONTEXT_TOKENS, Plan, device_bytes, plan
 from modeling.planning.stage_costs import CostCache, StageCosts
 from modeling.planning.step_time import layer_seconds
 from parallel.constraints import valid_expert_degrees
@@ -338,7 +338,7 @@ def plan_keys(profile: Profile, keys: dict[str, Any], cache: CostCache) -> Topol
         if error := broken_rule(candidate):
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
-        room = (1 - reserved_share(candidate)) * device_bytes(candidate)
+        room = (1 - device_of(candidate).reserve) * device_bytes(candidate)
         if (least := memory.least_bytes(candidate)) > room:
             return "memory", int(least)
         candidate = resolve_auto(candidate, cache)

@@ -167,21 +167,17 @@ def rungs_of(ladder: Ladder, target: PlannedRun) -> list[PlannedRun]:
     """The rungs in order of compute. Raises ProfileError with the rung's key if a size is impossible."""
     found: dict[str, PlannedRun] = {}
     for number, size in enumerate(ladder.rungs):
+        hidden, layers = shape = _shape(size, target)
         for length in size.tokens_per_parameter:
+            name = f"{ladder.name}-h{hidden}-l{layers}-t{length:g}"
             try:
-                rung = _rung(ladder, target, size, length)
+                rung = small_run(ladder, target, shape, length, name, ladder.rung_overrides)
             except ProfileError as error:
                 raise error.within(f"rungs.{number}") from None
             if rung.name in found:
                 raise ProfileError(f"rungs.{number}", rung.name, "is listed twice")
             found[rung.name] = rung
     return sorted(found.values(), key=lambda rung: rung.flops)
-
-
-def _rung(ladder: Ladder, target: PlannedRun, size: RungSize, length: float) -> PlannedRun:
-    hidden, layers = shape = _shape(size, target)
-    name = f"{ladder.name}-h{hidden}-l{layers}-t{length:g}"
-    return small_run(ladder, target, shape, length, name, ladder.rung_overrides)
 
 
 def warnings_of(target: PlannedRun, rungs: Sequence[PlannedRun]) -> list[str]:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.fx import GraphModule, Node
 from modeling.planning.operator_costs import (
     chunk_costs,
     masked_attention_flops,
-    operator_flops,
+    operator_product,
     operator_volume,
     pending_bytes,
     tensors_in,
@@ -70,7 +69,8 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
     for axis, size in filter(None, volumes):
         communication[axis] += size
     names = Counter(str(operator.overloadpacket) for operator, _, _ in calls)
-    flops = sum(operator_flops(*call) for call in calls)
+    products = (operator_product(*call) for call in calls)
+    flops = sum(found[1] for found in products if found)
     flops += sum(masked_attention_flops(node.target, tree_map(_value, node.args)) for node in nodes)
     return GraphStats(
         len(nodes), flops, dict(+communication), _peak(graph, consumed), dict(sorted(names.items()))
@@ -127,21 +127,16 @@ def _saved_tensors(node: Any) -> list[Tensor]:
 
 
 def _calls(node: Node) -> list[tuple[OpOverload, list[Any]]]:
-    """The operator that a node calls, if it does, and the values of its arguments."""
-    return [(operator, tree_map(_value, arguments)) for operator, arguments in _operator_call(node)]
-
-
-def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:
-    """The operator that a node calls, and its arguments; nothing for Python's getitem."""
+    """The operator that a node calls, and the values of its arguments; none for Python's getitem."""
     if isinstance(node.target, OpOverload):
-        yield node.target, list(node.args)
-        return
-    # Called by a higher-order operator, which names the arguments if it functionalizes the call.
-    called = ((i, argument) for i, argument in enumerate(node.args) if isinstance(argument, OpOverload))
-    for position, operator in islice(called, 1):
-        arguments = list(node.args[position + 1 :])
-        names = [argument.name for argument in operator._schema.arguments]
-        yield operator, arguments or [node.kwargs.get(name) for name in names]
+        return [(node.target, tree_map(_value, list(node.args)))]
+    for position, operator in enumerate(node.args):
+        if isinstance(operator, OpOverload):  # called by a higher-order operator
+            names = [argument.name for argument in operator._schema.arguments]
+            # It names the arguments if it functionalizes the call.
+            arguments = [*node.args[position + 1 :]] or [node.kwargs.get(name) for name in names]
+            return [(operator, tree_map(_value, arguments))]
+    return []
 
 
 def _value(argument: Any) -> Any:

@@ -35,18 +35,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling import job_log
-from modeling.compilation import compilers, manifest
+from modeling.compilation import compilers, graph_cache, manifest
 from modeling.compilation.compilers import Compiled
-from modeling.compilation.graph_cache import (
-    BLOCKS,
-    REGIONS,
-    STEP,
-    Backend,
-    RegionBackends,
-    compile_regions,
-    function_compiler,
-    program_name,
-)
 from modeling.compilation.manifest import Captured, Manifest
 from modeling.models.build import (
     DTYPES,
@@ -142,7 +132,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
         held = [*layers, *(profile.model.prediction_layers if last else ())]
-        blocks = [BLOCKS[modes[layer]] for layer in held]
+        blocks = [graph_cache.BLOCKS[modes[layer]] for layer in held]
         peak = _stage_peak(distinct.values(), blocks, last, freed)
         stages.append(StageStats((layers.start, layers.stop), saved, peak))
     torch.compiler.reset()
@@ -166,8 +156,8 @@ def _stage_peak(
         name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
         for name in set(names)
     }
-    others = set(REGIONS) - {*BLOCKS.values()} - (set() if last else {"norm", "loss"})
-    regions = {*others, *blocks, STEP}
+    others = set(graph_cache.REGIONS) - {*graph_cache.BLOCKS.values()} - (set() if last else {"norm", "loss"})
+    regions = {*others, *blocks, graph_cache.STEP}
     return max(
         graph.peak - available.get(program.name, 0)
         for program in programs
@@ -176,7 +166,7 @@ def _stage_peak(
     )
 
 
-class Recorder(RegionBackends):
+class Recorder(graph_cache.RegionBackends):
     """torch.compile backends that record graphs and compile nothing."""
 
     def __init__(self) -> None:
@@ -184,7 +174,7 @@ class Recorder(RegionBackends):
         self.programs: list[tuple[Captured, list[GraphModule]]] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        name = program_name(region)
+        name = graph_cache.program_name(region)
         digest = manifest.region_digest(name, graph, inputs)
         captured, graphs = manifest.capture(graph, inputs)
         self.programs.append((Captured(name, digest, manifest.describe(graphs)), graphs))
@@ -198,7 +188,7 @@ class Recorder(RegionBackends):
 def run_stage(
     profile: Profile,
     number: int,
-    backend: Callable[[str], Backend],
+    backend: Callable[[str], graph_cache.Backend],
     fake: FakeTensorMode,
     rank: int = 0,
     *,
@@ -220,7 +210,7 @@ def run_stage(
     with chosen, fake_world(profile, number, rank) as mesh, fake:
         device = devices.for_traces(profile.cluster.device)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
-        compile_regions(model, profile.cluster.device, backend)
+        graph_cache.compile_regions(model, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
         batch = _batch(profile, number, mesh, device)
@@ -239,7 +229,7 @@ def run_stage(
         saved = graph_stats.saved_bytes(output, constant) if counts_saved else 0
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
-            if compile := function_compiler(profile.cluster.device, backend):
+            if compile := graph_cache.function_compiler(profile.cluster.device, backend):
                 layers = partition_layers(profile)
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]

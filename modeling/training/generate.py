@@ -118,9 +118,8 @@ def next_tokens(
         states, soft_cap = upload(rows, trainer.torch_device), stage.model.final_logit_softcapping
         shard = trainer.functions.next_logits(parts, head.weight, states, soft_cap)
         # Transposed on the host: devices copy contiguous memory without a program of their own.
-        logits = (
-            collectives.all_gather(shard, mesh.tensor).cpu().T[:count, : stage.model.vocab_size]
-        )  # (count, v)
+        complete = collectives.all_gather(shard, mesh.tensor).cpu().T
+        logits = complete[:count, : stage.model.vocab_size]  # (count, v)
         seeds = (first + torch.arange(count)) * tokens.shape[1] + positions
         # Only of one data rank: the logits of others may differ in the last bits.
         drawn = _draw(logits.float(), seeds, sampling).where(here.any(1) & (mesh.data.rank == 0), 0).double()

@@ -28,6 +28,7 @@ from parallel.attention import kernels, tiles
 from parallel.attention.gathered import gathered_attention, join
 from parallel.attention.ring import ring_attention
 from parallel.attention.sinks import merge_sinks, sink_gradient
+from parallel.attention.tiles import AttentionOptions
 from parallel.mesh import Axis
 from parallel.torch_internals import cudnn_attention, custom_op, efficient_attention, flash_attention
 
@@ -67,31 +68,36 @@ def attention(
     Raises:
         ValueError: mismatched shapes or dtypes, a window without `causal`, or an unknown kernel.
     """
+    options = AttentionOptions(causal, scale, documents, window, sinks, soft_cap)
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))
-        masked: dict[str, Any] = {"documents": documents, "window": window, "sinks": sinks}
-        masked |= {"soft_cap": soft_cap, "kernel": kernel}
-        return attention(q, k, v, axis, causal=causal, scale=scale, **masked)[..., :width]
+        return _attend(q, k, v, axis, options, kernel)[..., :width]
+    return _attend(q, k, v, axis, options, kernel)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis | None, options: AttentionOptions, kernel: str | None
+) -> Tensor:
+    """`attention` with values as wide as keys."""
+    causal, _, documents, window, sinks, soft_cap = options
     name = kernel or kernels.default_kernel(q)
     found = kernels.get_kernel(name)
     plain = documents is None and window is None and sinks is None and soft_cap is None
     uses_flex = not plain and found.uses_flex
     if axis is not None and axis.masks_by_flex is not None and kernel is None:
         uses_flex = not plain and axis.masks_by_flex
-    masks: dict[str, Any] = {"causal": causal, "scale": scale}
-    masks |= {"documents": documents, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     graph_kernel = axis.graph_kernel if axis is not None and kernel is None else None
     if axis is not None and axis.size > 1 and not uses_flex:
         if graph_kernel is not None:
-            return gathered_attention(q, k, v, axis, **masks)
-        return ring_attention(q, k, v, axis, **masks, kernel=kernel)
-    tiles.check_inputs("attention", q, k, v, causal, documents, window, sinks)
-    masks["scale"] = scale = q.shape[-1] ** -0.5 if scale is None else scale
+            return gathered_attention(q, k, v, axis, options)
+        return ring_attention(q, k, v, axis, options, kernel)
+    tiles.check_inputs("attention", q, k, v, options)
+    scale = options.score_scale(q)
     if uses_flex:
         from parallel.attention.flex import masked_attention  # imports slowly
 
-        return masked_attention(q, k, v, axis, **masks)
+        return masked_attention(q, k, v, axis, options)
     # In float32, torch's memory-efficient kernel for GPUs takes no grouped KV heads, and its fallback holds s × s scores.
     expands = q.is_cuda and q.dtype == torch.float32 and k.shape[1] < q.shape[1]
     opaque = kernel is not None or found.supports_tiling or expands

@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from parallel import collectives
 from parallel.activation_checkpointing import always_save
 from parallel.attention import kernels
+from parallel.attention.tiles import AttentionOptions
 from parallel.attention.zigzag import positions_by_rank
 from parallel.mesh import Axis
 
@@ -35,20 +36,9 @@ BLOCK = 128  # rows and columns of a block of scores
 always_save(torch.ops.higher_order.flex_attention)
 
 
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis | None,
-    *,
-    causal: bool,
-    scale: float,
-    documents: Tensor | None,
-    window: int | None,
-    sinks: Tensor | None,
-    soft_cap: float | None = None,
-) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis | None, chosen: AttentionOptions) -> Tensor:
     """Attention with documents, a window, sinks or a soft cap; arguments as for `attention.attention`."""
+    (causal, _, documents, window, sinks, soft_cap), scale = chosen, chosen.score_scale(q)
     positions = all_positions = torch.arange(q.shape[2], device=q.device)
     all_documents = documents
     if axis is not None and axis.size > 1:

@@ -33,7 +33,7 @@ from parallel.activation_checkpointing import saving_outputs
 from parallel.attention import kernels, tiles
 from parallel.attention.kernels import Kernel, Math
 from parallel.attention.sinks import merge_sinks, sink_gradient
-from parallel.attention.tiles import Visibility
+from parallel.attention.tiles import AttentionOptions, Visibility
 from parallel.attention.zigzag import check_sequence, merge
 from parallel.mesh import Axis
 
@@ -61,49 +61,29 @@ class _ChunkPair(NamedTuple):
         return None
 
 
-def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    documents: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, options: AttentionOptions) -> Tensor:
     """Attention over a context axis that names a kernel; arguments, result and errors of `ring_attention`."""
-    tiles.check_inputs("gathered_attention", q, k, v, causal, documents, window, sinks)
+    tiles.check_inputs("gathered_attention", q, k, v, options)
     check_sequence("gathered_attention", q, axis)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    causal, _, documents, window, sinks, soft_cap = options
+    scale = options.score_scale(q)
     rank, every = _rank(q, axis), _gather_documents(documents, axis)
     kernel = kernels.soft_capped(axis.graph_kernel or kernels.default_kernel(q), soft_cap)
     return _Gathered.apply(q, k, v, documents, every, rank, sinks, axis, causal, scale, window, kernel)
 
 
-def max_scores(
-    kernel: Math,
-    q: Tensor,
-    k: Tensor,
-    axis: Axis,
-    causal: bool,
-    scale: float,
-    documents: Tensor | None,
-    window: int | None,
-) -> Iterator[Tensor]:
+def max_scores(kernel: Math, q: Tensor, k: Tensor, axis: Axis, options: AttentionOptions) -> Iterator[Tensor]:
     """Yield the largest scores of this rank's query heads, (n), in parts; see `gathered_attention`."""
     check_sequence("max_scores", q, axis)
-    indices = _Documents(documents, _gather_documents(documents, axis))
+    (causal, _, documents, window, _, _), scale = options, options.score_scale(q)
+    masks = _Masks(causal, window, documents, _gather_documents(documents, axis))
     queries, own = q.chunk(2, 2), torch.stack(k.chunk(2, 2))  # (2, b, k, s/2c, d)
     every = _gather(own, axis)  # (2c, b, k, s/2c, d)
     for i, (x, keys) in enumerate(zip(queries, own.unbind(), strict=True)):
-        yield from tiles.max_scores(kernel, x, keys, scale, Visibility(causal, indices.own(i), window))
-    for pair in _chunk_pairs(_rank(q, axis), axis.size, queries[0].shape[2], causal, window):
+        yield from tiles.max_scores(kernel, x, keys, scale, masks.own(i))
+    for pair in masks.pairs(_rank(q, axis), axis.size, queries[0].shape[2]):
         x, keys = pair.queries(queries), every.index_select(0, pair.keys)[0]
-        visibility = Visibility(False, indices.of(pair), window, pair.distance)
-        for found in tiles.max_scores(kernel, x, keys, scale, visibility):
+        for found in tiles.max_scores(kernel, x, keys, scale, masks.of(pair)):
             yield found if pair.counts is None else found.where(pair.counts, -torch.inf)
 
 
@@ -122,23 +102,17 @@ class _Gathered(Function):
     ) -> Tensor:
         ctx.settings = axis, causal, scale, window, name = settings
         kernel = kernels.get_kernel(name)
-        queries, indices = q.chunk(2, 2), _Documents(documents, every)
+        queries, masks = q.chunk(2, 2), _Masks(causal, window, documents, every)
         kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
         gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
         merged = [
-            _attend(
-                kernel, x, *own.unbind(), scale=scale, visibility=Visibility(causal, indices.own(i), window)
-            )
+            _attend(kernel, x, *own.unbind(), scale=scale, visibility=masks.own(i))
             for i, (x, own) in enumerate(zip(queries, kv.unbind(), strict=True))
         ]
-        for pair in _chunk_pairs(rank, axis.size, queries[0].shape[2], causal, window):
+        for pair in masks.pairs(rank, axis.size, queries[0].shape[2]):
             keys = gathered.index_select(0, pair.keys)[0]
             out, lse = _attend(
-                kernel,
-                pair.queries(queries),
-                *keys.unbind(),
-                scale=scale,
-                visibility=Visibility(False, indices.of(pair), window, pair.distance),
+                kernel, pair.queries(queries), *keys.unbind(), scale=scale, visibility=masks.of(pair)
             )
             for counts, total in zip(pair[:2], merged, strict=True):
                 if counts is not None:
@@ -156,30 +130,21 @@ class _Gathered(Function):
         kernel = kernels.get_kernel(name)
         # Otherwise a compiler would compute scores and gathered keys of backward in forward, and save them.
         q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
-        indices, kv = _Documents(documents, every), _chunks(k, v)
+        masks, kv = _Masks(causal, window, documents, every), _chunks(k, v)
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
         gathered = _gather(kv, axis)
         squares = [
-            _differentiate(
-                kernel,
-                *parts,
-                *own.unbind(),
-                scale=scale,
-                visibility=Visibility(causal, indices.own(i), window),
-            )
+            _differentiate(kernel, *parts, *own.unbind(), scale=scale, visibility=masks.own(i))
             for i, (parts, own) in enumerate(zip(zip(*inputs, strict=True), kv.unbind(), strict=True))
         ]
         dq, dkv = [of_q for of_q, _ in squares], torch.stack([of_kv for _, of_kv in squares])
-        pairs = [*_chunk_pairs(rank, axis.size, dq[0].shape[2], causal, window)]
+        pairs = [*masks.pairs(rank, axis.size, dq[0].shape[2])]
         shares = [torch.zeros_like(dkv[0])]
         for pair in pairs:
             keys = gathered.index_select(0, pair.keys)[0]
+            parts = (pair.queries(each) for each in inputs)
             of_q, of_kv = _differentiate(
-                kernel,
-                *(pair.queries(chunks) for chunks in inputs),
-                *keys.unbind(),
-                scale=scale,
-                visibility=Visibility(False, indices.of(pair), window, pair.distance),
+                kernel, *parts, *keys.unbind(), scale=scale, visibility=masks.of(pair)
             )
             shares.append(of_kv)
             for i, counts in enumerate(pair[:2]):
@@ -195,39 +160,44 @@ class _Gathered(Function):
         )
 
 
-class _Documents(NamedTuple):
-    """Document indices of this rank's tokens (b, s/c) and of each chunk (2c, b, s/2c), or None."""
+class _Masks(NamedTuple):
+    """Which keys the queries of this rank's chunks see.
 
+    Attributes:
+        local, every: document indices of this rank's tokens (b, s/c) and of each chunk (2c, b, s/2c), or None.
+    """
+
+    causal: bool
+    window: int | None
     local: Tensor | None
     every: Tensor | None
 
-    def own(self, i: int) -> tiles.Documents | None:
+    def own(self, i: int) -> Visibility:
         """Of the queries and keys of one of this rank's chunks."""
-        return None if self.local is None else (self.local.chunk(2, 1)[i],) * 2
+        documents = None if self.local is None else (self.local.chunk(2, 1)[i],) * 2
+        return Visibility(self.causal, documents, self.window)
 
-    def of(self, pair: _ChunkPair) -> tiles.Documents | None:
+    def of(self, pair: _ChunkPair) -> Visibility:
         """Of a pair's queries and keys."""
-        if self.local is None or self.every is None:
-            return None
-        return pair.queries(self.local.chunk(2, 1)), self.every.index_select(0, pair.keys)[0]
+        documents = None
+        if self.local is not None and self.every is not None:
+            documents = pair.queries(self.local.chunk(2, 1)), self.every.index_select(0, pair.keys)[0]
+        return Visibility(False, documents, self.window, pair.distance)
 
-
-def _chunk_pairs(
-    rank: Tensor, size: int, length: int, causal: bool, window: int | None
-) -> Iterator[_ChunkPair]:
-    """Pairs besides the causal squares of the rank's own chunks of `length` tokens; `rank` is (1)."""
-    last = 2 * size - 1
-    if causal and window is None:
-        for m in range(1, last + 1):
-            first = rank >= m
-            yield _ChunkPair(first, ~first, torch.where(first, rank - m, last - m))
-        return
-    for i, number in enumerate((rank, last - rank)):
-        reach = last if window is None else min((window - 2) // length + 1, last if i else size - 1)
-        for m in range(1, reach + 1):
-            counts = number >= m if causal else number >= 0
-            keys = (number - m) % (2 * size)
-            yield _ChunkPair(None if i else counts, counts if i else None, keys, m * length)
+    def pairs(self, rank: Tensor, size: int, length: int) -> Iterator[_ChunkPair]:
+        """Pairs besides the causal squares of the rank's own chunks of `length` tokens; `rank` is (1)."""
+        last, window = 2 * size - 1, self.window
+        if self.causal and window is None:
+            for m in range(1, last + 1):
+                first = rank >= m
+                yield _ChunkPair(first, ~first, torch.where(first, rank - m, last - m))
+            return
+        for i, number in enumerate((rank, last - rank)):
+            reach = last if window is None else min((window - 2) // length + 1, last if i else size - 1)
+            for m in range(1, reach + 1):
+                counts = number >= m if self.causal else number >= 0
+                keys = (number - m) % (2 * size)
+                yield _ChunkPair(None if i else counts, counts if i else None, keys, m * length)
 
 
 def _attend(

@@ -27,6 +27,7 @@ from parallel import collectives, mesh
 from parallel.activation_checkpointing import always_save
 from parallel.attention import gathered, tiles
 from parallel.attention.kernels import Math
+from parallel.attention.tiles import AttentionOptions
 from parallel.attention.zigzag import RankAttention
 from parallel.mesh import Axis
 from parallel.torch_internals import custom_op
@@ -52,13 +53,13 @@ def max_scores(
         (n) float32, without gradient.
     """
     axis = axis or Axis("context")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k = q.detach(), k.detach()
+    options = AttentionOptions(causal, scale, documents, window)
+    q, k, scale = q.detach(), k.detach(), options.score_scale(q)
     if axis.graph_kernel is None:
         over = axis.name, axis.size, axis.supports_reduction
         return _max_scores(q, k, documents, *over, causal, scale, window)
     if axis.size > 1:
-        found = gathered.max_scores(UNROLLED, q, k, axis, causal, scale, documents, window)
+        found = gathered.max_scores(UNROLLED, q, k, axis, options)
     else:
         pair = None if documents is None else (documents, documents)
         found = tiles.max_scores(UNROLLED, q, k, scale, tiles.Visibility(causal, pair, window))

@@ -23,6 +23,7 @@ from parallel import collectives, mesh
 from parallel.activation_checkpointing import always_save
 from parallel.attention import kernels, tiles
 from parallel.attention.sinks import merge_sinks, sink_gradient
+from parallel.attention.tiles import CAUSAL, AttentionOptions
 from parallel.attention.zigzag import RankAttention, check_sequence
 from parallel.mesh import Axis
 from parallel.torch_internals import custom_op
@@ -33,13 +34,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     axis: Axis,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    documents: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
+    options: AttentionOptions = CAUSAL,
     kernel: str | None = None,
 ) -> Tensor:
     """Grouped-query attention over a sequence sharded in zigzag order; arguments as for `attention`.
@@ -54,14 +49,15 @@ def ring_attention(
         ValueError: before any communication: mismatched shapes or dtypes, a sequence that is not divisible into 2c chunks, or
             an unknown kernel.
     """
-    tiles.check_inputs("ring_attention", q, k, v, causal, documents, window, sinks)
+    tiles.check_inputs("ring_attention", q, k, v, options)
     if axis.size > 1:
         check_sequence("ring_attention", q, axis)
+    causal, _, documents, window, sinks, soft_cap = options
     name = kernels.soft_capped(kernel or kernels.default_kernel(q), soft_cap)
     kernels.get_kernel(name)
     if documents is not None:
         documents = collectives.all_gather(documents, axis).unflatten(0, (axis.size, -1))  # (c, b, s/c)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = options.score_scale(q)
     return _ring(q, k, v, documents, sinks, axis.name, axis.size, causal, scale, window, name)[0]
 
 

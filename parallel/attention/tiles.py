@@ -24,6 +24,24 @@ MASKED_ROWS = 512
 Documents = tuple[Tensor, Tensor]
 
 
+class AttentionOptions(NamedTuple):
+    """Which keys each query sees, and how scores become weights; as for `attention.attention`."""
+
+    causal: bool = True
+    scale: float | None = None
+    documents: Tensor | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+    soft_cap: float | None = None
+
+    def score_scale(self, q: Tensor) -> float:
+        """The scale of the scores of these queries."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+CAUSAL = AttentionOptions()
+
+
 class Visibility(NamedTuple):
     """Which keys each query sees.
 
@@ -160,16 +178,7 @@ def visible_bounds(
     return low, high
 
 
-def check_inputs(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    documents: Tensor | None,
-    window: int | None,
-    sinks: Tensor | None,
-) -> None:
+def check_inputs(function: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Check the shapes and dtypes of attention's inputs.
 
     Raises:
@@ -195,6 +204,7 @@ def check_inputs(
             f"{function}: dim 1 (heads) is {kv} in k and v, which does not divide the {n} query heads; "
             f"valid: {', '.join(map(str, valid))}"
         )
+    causal, _, documents, window, sinks, _ = options
     if documents is not None:
         expected = (q.shape[0], q.shape[2])
         if documents.shape != expected or documents.is_floating_point():

@@ -14,19 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from parallel.checkpoint import locations
 from parallel.checkpoint.checksums import BLOCK, SUFFIX, BlockTable, FileDescription, checksum_table, describe
-from parallel.checkpoint.locations import (
-    ABSENT,
-    MARKER,
-    CorruptCheckpoint,
-    Location,
-    filesystem,
-    is_local,
-    read_completely,
-    require_file,
-    retry_reads,
-    sizes,
-)
 
 T = TypeVar("T")
 
@@ -42,10 +31,10 @@ class CheckpointFiles:
         local: whether files can be mapped.
     """
 
-    def __init__(self, checkpoint: Location, described: Mapping[str, FileDescription]) -> None:
+    def __init__(self, checkpoint: locations.Location, described: Mapping[str, FileDescription]) -> None:
         self._checkpoint, self._described = checkpoint, described
-        self._files, self.root = filesystem(checkpoint)
-        self.local = is_local(self._files)
+        self._files, self.root = locations.filesystem(checkpoint)
+        self.local = locations.is_local(self._files)
         self._mapped: dict[str, torch.UntypedStorage] = {}  # by file
         self._tables: dict[str, BlockTable] = {}  # by file
 
@@ -56,15 +45,15 @@ class CheckpointFiles:
         if described := self._described.get(file):
             table = self.read_whole(file + SUFFIX)
             if describe(int(described["size"]), table) != described:
-                reason = f"corrupted: its checksum differs from {MARKER}'s"
-                raise CorruptCheckpoint(f"{self.root}/{file}{SUFFIX}: {reason}")
+                reason = f"corrupted: its checksum differs from {locations.MARKER}'s"
+                raise locations.CorruptCheckpoint(f"{self.root}/{file}{SUFFIX}: {reason}")
             self._tables[file] = BlockTable(int(described["size"]), table)
 
     def map(self, file: str) -> torch.UntypedStorage:
         """A local file in memory."""
         if file not in self._mapped:
             path = Path(f"{self.root}/{file}")
-            require_file(self._files, str(path))
+            locations.require_file(self._files, str(path))
 
             def map_file() -> torch.UntypedStorage:
                 with path.open("rb") as opened:  # its errors name the cause, torch's do not
@@ -76,7 +65,7 @@ class CheckpointFiles:
             expected = self._described.get(file, {}).get("size", mapped.nbytes())
             if mapped.nbytes() != expected:
                 reason = f"{mapped.nbytes():,} bytes instead of {expected:,}"
-                raise CorruptCheckpoint(f"{path}: corrupted: {reason}")
+                raise locations.CorruptCheckpoint(f"{path}: corrupted: {reason}")
             self._mapped[file] = mapped
         return self._mapped[file]
 
@@ -111,16 +100,18 @@ class CheckpointFiles:
         wrong = table.corrupted(first, data)
         if wrong is not None:
             reason = f"the {BLOCK >> 10} KiB from byte {wrong * BLOCK:,} differ from their checksum"
-            raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: {reason}")
+            raise locations.CorruptCheckpoint(f"{self.root}/{file}: corrupted: {reason}")
 
     def read_whole(self, file: str) -> bytes:
         """Contents of a small file, verified if it has a checksum."""
         path = f"{self.root}/{file}"
-        require_file(self._files, path)
-        data = self._read(file, 0, lambda: read_completely(self._files, path))
+        locations.require_file(self._files, path)
+        data = self._read(file, 0, lambda: locations.read_completely(self._files, path))
         described = self._described.get(file)
         if described and describe(len(data), checksum_table(data)) != described:
-            raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: its checksum differs from {MARKER}'s")
+            raise locations.CorruptCheckpoint(
+                f"{self.root}/{file}: corrupted: its checksum differs from {locations.MARKER}'s"
+            )
         return data
 
     @contextmanager
@@ -146,19 +137,19 @@ class CheckpointFiles:
             except Exception as error:  # of any storage
                 listed = self._listed_size(file, error)
                 if listed is None:
-                    raise CorruptCheckpoint(f"{path}: missing") from error
+                    raise locations.CorruptCheckpoint(f"{path}: missing") from error
                 if listed < end:
                     reason = f"{listed:,} bytes instead of at least {end:,}"
-                    raise CorruptCheckpoint(f"{path}: truncated: {reason}") from error
+                    raise locations.CorruptCheckpoint(f"{path}: truncated: {reason}") from error
                 raise OSError(f"{path}: {error!r}") from error
 
-        return retry_reads(path, read_or_explain)
+        return locations.retry_reads(path, read_or_explain)
 
     def _listed_size(self, file: str, error: Exception) -> int | None:
         """Listed size of a file in bytes, None if missing; raises `error` as an OSError if listing fails."""
         try:
-            return sizes(self._checkpoint).get(file)
-        except ABSENT:
+            return locations.sizes(self._checkpoint).get(file)
+        except locations.ABSENT:
             return None
         except Exception:
             raise OSError(f"{self.root}/{file}: {error!r}") from error

@@ -31,7 +31,6 @@ from parallel.layers.linear import (
     column_input_gradient,
     column_weight_gradient,
 )
-from parallel.layers.products import Products
 from parallel.mesh import Axis, Mesh
 
 
@@ -40,19 +39,11 @@ class ReplicatedKVLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        replicas: Axis,
-        query_width: int,
-        sequence_parallel: bool,
-        products: Products,
-        output: Tensor | None = None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, *options: Any
     ) -> Tensor:
-        ctx.replicas, ctx.query_width = replicas, query_width
-        return ColumnLinear.forward(ctx, x, weight, bias, axis, sequence_parallel, products, output)
+        """`options`: the axis of the replicas, the columns of the queries, and those of ColumnLinear."""
+        ctx.replicas, ctx.query_width, *of_column = options
+        return ColumnLinear.forward(ctx, x, weight, bias, axis, *of_column)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,11 +107,8 @@ class GQAQKVColumnParallelLinear(ColumnParallelLinear):
         sizes = {**({"gate": q} if gated else {}), "q": q, "k": kv, "v": kv}
         copies = {"k": replicas, "v": replicas}
         super().__init__(hidden, sizes, mesh.tensor, head_rows=(head_dim,), replicas=copies, **options)
-        self.replicas, self.heads, self.kv_heads = (
-            mesh.kv_replica,
-            heads // degree,
-            kv_heads * replicas // degree,
-        )
+        self.replicas = mesh.kv_replica
+        self.heads, self.kv_heads = heads // degree, kv_heads * replicas // degree
         self.query_width = (2 if gated else 1) * self.heads * head_dim  # columns that no other rank has
 
     def multiply(self, x: Tensor, weight: Tensor, output: Tensor | None) -> Tensor:

@@ -335,10 +335,8 @@ def _deal(
         for place, (name, shape) in enumerate(matrix_shapes(bucket, heads).items()):
             by_shape.setdefault((min(shape), max(shape)), []).append((place, name, shape))
     ranks, stacks, slots = shards * tensor, list[Stack](), dict[str, _Slot]()
-    firsts, taken = (
-        list[int](),
-        list[int](),
-    )  # of each stack: its first element, and the number of its slots with a matrix
+    # of each stack: its first element, and the number of its slots with a matrix
+    firsts, taken = list[int](), list[int]()
     begin = 0
     for rows, columns in sorted(by_shape, key=lambda sides: (-math.prod(sides), sides)):
         # Those at the same place in each bucket follow each other.

@@ -216,9 +216,8 @@ def stored_name(name: str, keys: Collection[str]) -> str:
         key=lambda table: -len(templates & {template.removeprefix("model.") for template in table}),
     )
     found = [key for key, sections in tables[0].items() if weight in [section.weight for section in sections]]
-    known = [
-        key for key in found if key.removeprefix("model.") in templates
-    ]  # of several forms of Q, K and V
+    # Of several forms of Q, K and V.
+    known = [key for key in found if key.removeprefix("model.") in templates]
     return next(iter([*known, *found]), name).format(number)
 
 

@@ -104,9 +104,8 @@ class GatedDeltaNet(nn.Module):
         q = unit_norm(q.unflatten(-1, (-1, self.d)), self.d**-0.5, NORM_EPSILON)  # (b, s/c, k/t, d)
         k = unit_norm(k.unflatten(-1, (-1, self.d)), epsilon=NORM_EPSILON)
         v = v.unflatten(-1, (-1, self.u))  # (b, s/c, n/t, u)
-        decay = -self.decay.to(q.dtype).exp() * F.softplus(
-            rates.to(q.dtype) + self.rate_bias
-        )  # (b, s/c, n/t)
+        rates = F.softplus(rates.to(q.dtype) + self.rate_bias)  # (b, s/c, n/t)
+        decay = -self.decay.to(q.dtype).exp() * rates
         beta = steps.sigmoid().to(q.dtype) * self.largest_step
         out = context_delta_rule(q, k, v, decay, beta, self.context, offsets=starts)
         out = self.norm(out, gate.unflatten(-1, (-1, self.u)))  # (b, s/c, n/t, u)

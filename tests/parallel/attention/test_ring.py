@@ -15,6 +15,7 @@ from parallel import collectives
 from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.attention.ring import ring_attention
+from parallel.attention.tiles import AttentionOptions
 from parallel.attention.zigzag import zigzag_positions
 from parallel.mesh import Mesh
 from tests.parallel.attention.reference import Case, error
@@ -23,7 +24,11 @@ from tests.pool import mesh
 SIZES = [1, 2, 4, 8]
 
 
-def ring(case, axis, attend=ring_attention, kernel=None):
+def by_ring(q, k, v, axis, kernel=None, **options):
+    return ring_attention(q, k, v, axis, AttentionOptions(**options), kernel)
+
+
+def ring(case, axis, attend=by_ring, kernel=None):
     """This rank's shards of out, dq, dk and dv, and its partial sum of dsinks if there are sinks."""
     *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
     inputs, sinks = [x.requires_grad_() for x in inputs], [x.requires_grad_() for x in case.sink_scores()]
@@ -192,7 +197,7 @@ def gradcheck(case):
 
         def function(*inputs):
             parts = (Shard.apply(x, axis) for x in inputs)
-            return Gathered.apply(ring_attention(*parts, axis, documents=documents), axis)
+            return Gathered.apply(ring_attention(*parts, axis, AttentionOptions(documents=documents)), axis)
 
         inputs = [x.contiguous().requires_grad_() for x in case.tensors()[:3]]
         return torch.autograd.gradcheck(function, inputs)
@@ -284,7 +289,7 @@ def compile_graphs(documents, dtype):
         return graph
 
     def layer(q, k, v, axis, **options):
-        return ring_attention(q * 2, k + 1, v, axis, **options).transpose(1, 2).relu()
+        return by_ring(q * 2, k + 1, v, axis, **options).transpose(1, 2).relu()
 
     def same_shape(attend):
         return lambda *inputs, **options: attend(*inputs, **options).transpose(1, 2)
@@ -349,9 +354,8 @@ def rejections(cases):
                     torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
                 )
                 try:
-                    ring_attention(
-                        q, k, v, made.context, documents=torch.zeros(1, q.shape[2], dtype=torch.int64)
-                    )
+                    documents = torch.zeros(1, q.shape[2], dtype=torch.int64)
+                    ring_attention(q, k, v, made.context, AttentionOptions(documents=documents))
                 except ValueError as error:
                     messages.append(str(error))
         return messages
