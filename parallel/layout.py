@@ -172,10 +172,6 @@ class Layout:
         """Number of tensor ranks that hold the same shard of a section."""
         return self.degree if section.dim is None else section.replicas
 
-    def global_numel(self) -> int:
-        """Number of elements of its global tensors, without those of experts on other ranks."""
-        return sum(math.prod(section.shape) for section in self.sections)
-
 
 def global_name(parameter: str, section: str) -> str:
     """Name of the global tensor of a parameter's section."""
@@ -227,4 +223,8 @@ def layout_of(parameter: nn.Parameter) -> Layout:
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters of a model or pipeline stage, counting each global element once."""
     layouts = map(layout_of, model.parameters())
-    return sum(layout.global_numel() * (layout.expert_ranks or 1) for layout in layouts)
+    return sum(
+        math.prod(section.shape) * (layout.expert_ranks or 1)
+        for layout in layouts
+        for section in layout.sections
+    )

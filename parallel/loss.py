@@ -280,7 +280,13 @@ def chunk_loss(
         if isinstance(gradients, Tensor):
             gradients.copy_(grad_logits.mul_(_factors(targets, weights, grad_logits)))
         else:
-            _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
+            grad_x, grad_weight = gradients
+            grad_logits = grad_logits.to(weight.dtype)
+            # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
+            factors = _factors(targets, weights, x)
+            torch.mul(multiply(grad_logits, weight), factors, out=grad_x)
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits.t(), x * factors)
     return total + (losses if weights is None else losses * weights).sum()
 
 
@@ -398,23 +404,6 @@ def _logits_loss(
         return losses, probability - (numbers == columns.where(local[:, None], -1)).to(probability.dtype)
     probability.scatter_add_(1, columns, -local[:, None].to(probability.dtype))
     return losses, probability
-
-
-def _chunk_backward(
-    grad_logits: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    grad_x: Tensor,
-    grad_weight: Tensor | None,
-) -> None:
-    """Write a chunk's grad_x and add its contribution to grad_weight, if there is one."""
-    # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
-    factors = _factors(targets, weights, x)
-    torch.mul(multiply(grad_logits, weight), factors, out=grad_x)
-    if grad_weight is not None:
-        add_product(grad_weight, grad_logits.t(), x * factors)
 
 
 def _factors(targets: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:

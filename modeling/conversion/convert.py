@@ -211,7 +211,9 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
         complete = len(files) - len(missing)
         log.info("resuming an interrupted conversion: %d of %d files are complete", complete, len(files))
     progress = Progress(sum(file.nbytes for file in missing))
-    _release_freed_memory()
+    # glibc shall return freed slices to the OS: in threads' arenas they would add up to the model's size.
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
     def write(file: File) -> None:
         path = destination / file.name
@@ -231,12 +233,6 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [journal.files[file.name]["note"] for file in files]
-
-
-def _release_freed_memory() -> None:
-    """Have glibc return freed slices to the OS; in threads' arenas they would add up to the model's size."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def options_from(arguments: argparse.Namespace) -> Options:

@@ -17,7 +17,7 @@ from modeling.supervision.time_account import TimeAccount, job_begin, record_att
 from modeling.training import multi_token
 from modeling.training.evaluate import Evaluation
 from modeling.training.metrics import MetricsWriter, record_event
-from modeling.training.step import ExpertLoad, StepRecord
+from modeling.training.step import StepRecord
 from modeling.training.trainer import Trainer
 from profiles.files import run_files, state_files
 
@@ -93,14 +93,10 @@ class Reporter:
             usual = usual_step(self._recent)
             left = None if usual is None else usual["step_seconds"] * (settings.last_step - step)
             log.info(self._metrics.log_line(row, left))
-            if record.statistics.experts:
-                self._write_loads(step, record.statistics.experts)
-
-    def _write_loads(self, step: int, experts: ExpertLoad) -> None:
-        """Replace the file of expert loads, which the run's report shows; lost if the disk is full."""
-        with contextlib.suppress(OSError):
-            text = json.dumps({"step": step, "loads": experts.loads})
-            state_files.write(self._run / run_files.EXPERT_LOADS, text)
+            if experts := record.statistics.experts:
+                with contextlib.suppress(OSError):  # lost if the disk is full
+                    text = json.dumps({"step": step, "loads": experts.loads})
+                    state_files.write(self._run / run_files.EXPERT_LOADS, text)
 
     def _row(self, record: StepRecord) -> dict[str, Any]:
         trainer, statistics, timings = self._trainer, record.statistics, record.timings

@@ -152,7 +152,9 @@ class TrainingRun:
         """Train until the last step, a stop signal or divergence. Returns the exit code."""
         self._evaluate_initial_weights()
         if self._evaluation_due:
-            self._evaluation_due = not self._is_evaluated() and self._evaluate_if_due() is None
+            # An earlier attempt may have made it up.
+            made_up = self._on_any_rank(self.trainer.leader and evaluated(self._run, self.step))
+            self._evaluation_due = not made_up and self._evaluate_if_due() is None
         stopped = self._stopping  # during one of these evaluations, which remains due
         while self.step < self.settings.last_step and not stopped:
             self.step += 1
@@ -198,10 +200,6 @@ class TrainingRun:
                 return
             if self.reporter:
                 self.reporter.evaluation(0, result)
-
-    def _is_evaluated(self) -> bool:
-        """Whether an earlier attempt has made up the evaluation after this step. Collective."""
-        return self._on_any_rank(self.trainer.leader and evaluated(self._run, self.step))
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether a condition holds on at least one rank. Collective, without the device."""
@@ -314,13 +312,9 @@ class TrainingRun:
                 last=finished or self._stopping,
                 prune=not skipping,
                 wait=self._wait_to_save,
-                flush=self._flush_metrics,
+                flush=self.reporter.flush if self.reporter else lambda: None,
                 **state,
             )
-
-    def _flush_metrics(self) -> None:
-        if self.reporter:
-            self.reporter.flush()
 
     def _wait_to_save(self, seconds: float) -> bool:
         """Wait, or until a rank receives a stop signal; returns whether one has. Collective."""
