@@ -70,8 +70,8 @@ class Proposal:
     draws: np.ndarray
 
 
-def fit_shares(shares: Sequence[float], losses: np.ndarray, seed: int = 0, draws: int = DRAWS) -> ShareLaws:
-    """Fit the laws to proxies' shares (n) and their old and new losses (n, 2). Deterministic in the seed.
+def fit_shares(shares: Sequence[float], losses: np.ndarray, draws: int = DRAWS) -> ShareLaws:
+    """Fit the laws to proxies' shares (n) and their old and new losses (n, 2). Deterministic.
 
     Raises:
         ValueError: fewer than four different shares, or a loss that is not positive.
@@ -83,14 +83,12 @@ def fit_shares(shares: Sequence[float], losses: np.ndarray, seed: int = 0, draws
 
     def residual(width: float) -> float:
         points = _of_old(given, width)
-        law = fit(points, old, seed, 1)
+        law = fit(points, old, 0, 1)
         found = [law.losses(point)[0] for point in points]
         return float(np.sum(np.log(found / old[:, 0]) ** 2))
 
     width = min(WIDTHS, key=residual)
-    return ShareLaws(
-        fit(_of_old(given, width), old, seed, draws), fit(_of_new(given), new, seed + 1, draws), width
-    )
+    return ShareLaws(fit(_of_old(given, width), old, 0, draws), fit(_of_new(given), new, 1, draws), width)
 
 
 def propose_share(
