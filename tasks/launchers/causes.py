@@ -16,6 +16,9 @@ DETAIL_LINES = 20
 RANK_PREFIX = "[rank ${rank}] "  # of each log line; torchrun fills in the rank
 RANK_LINE = re.compile(r"\[rank \d+\] ")
 STEP_LINE = re.compile(r"\[rank \d+\] step +\d+/\d+ ")
+MARKS = re.compile(
+    r"(?:\[rank \d+\] )?[ ~^]*"
+)  # of a traceback, below its lines; wrapped, they point nowhere
 ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)")
 # The batch script (slurm_batch.sh.jinja) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
@@ -31,7 +34,7 @@ def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> Jo
     log = _latest_log(handle)
     cause = _root_cause(log)
     code = status.exit_code
-    lines = log.splitlines()
+    lines = [line for line in log.splitlines() if not MARKS.fullmatch(line)]
     if cause is not None:
         rank, code = cause
         node = rank // handle.job.processes

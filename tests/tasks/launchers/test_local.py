@@ -96,6 +96,7 @@ def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(
         execute(create("local"), job("fail"))
     assert "ValueError: what went wrong" in failure.value.detail
     assert "rank 0" not in failure.value.detail
+    assert "^^^" not in failure.value.detail
     text = (tmp_path / "logs" / "work.log").read_text()
     assert "[rank 0] rank 0 here with secret None" in text
     assert "[rank 1] rank 1 here with secret None" in text
