@@ -96,6 +96,10 @@ def main() -> int:
     names = [comparison.name for comparison in COMPARISONS]
     parser = make_parser(__doc__, rounds=1, out="parallel")
     parser.add("--quick", "one round of few steps: a check, not a measurement")
+    parser.add(
+        "--cpu-time",
+        "compare training steps by CPU time of one thread per process, which other load affects less",
+    )
     parser.add("--only ROW", f"of {', '.join(names)}", nargs="+", choices=names)
     parser.add("--json", "print one JSON document instead of the table")
     about = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
@@ -105,9 +109,9 @@ def main() -> int:
     minutes = MINUTES if options.minutes is None and not options.only else options.minutes
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
-        schedule = Schedule(options.rounds, warm_up=3, steps=STEPS, graphs=graphs)
+        schedule = Schedule(options.rounds, 3, STEPS, graphs, options.cpu_time)
         if options.quick:
-            schedule = Schedule(1, warm_up=1, steps=1, graphs=graphs)
+            schedule = Schedule(1, 1, 1, graphs, options.cpu_time)
         results = run(comparisons, schedule, options.out, minutes)
     for left in comparisons[len(results) :]:
         print(f"{left.name}: not run within {minutes:g} minutes", file=sys.stderr)

@@ -8,6 +8,7 @@ line.
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -163,6 +164,7 @@ def workload_parser(documentation: str | None) -> Parser:
     parser.add("--graphs FOLDER", "compile, with the compiler's cache in this folder")
     parser.add("--warm-up N", "untimed steps", type=int, default=3)
     parser.add("--steps N", "timed steps", type=int, default=20)
+    parser.add("--cpu-time", "measure CPU time in place of elapsed time (mean over processes)")
     return parser
 
 
@@ -257,7 +259,7 @@ class Optimizer(Protocol):
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
-    """Mean over ranks of each rank's mean loss."""
+    """Mean over ranks of values such as each rank's mean loss."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -270,7 +272,8 @@ def measure(
 ) -> None:
     """Run and time `step` on every batch; rank 0 prints the result.
 
-    A GPU's own clock times it: the host queues a step while the one before still runs, as in training.
+    A GPU's own clock times it: the host queues a step while the one before still runs, as in training. With `cpu_time`, steps are
+    timed by the CPU time of all threads of a process.
 
     Args:
         step: (batch, sequence + 1) token ids of all ranks, on the device -> mean loss of one element, equal on all ranks.
@@ -280,14 +283,17 @@ def measure(
     local = devices.current(options.device)
     batches = [batch(workload, number) for number in range(options.warm_up + options.steps)]
     marks, results = [], []
+    mark: Callable[[], devices.Mark] = time.process_time if options.cpu_time else device.mark
     for samples in batches:
         if dist.is_initialized() and device.synchronous:
             dist.barrier()
-        begin = device.mark()
+        begin = mark()
         results.append(step(devices.upload(samples, local)))
-        marks.append((begin, device.mark()))
+        marks.append((begin, mark()))
     device.synchronize()
     seconds, losses = [device.seconds(*each) for each in marks], [float(loss) for loss in results]
+    if options.cpu_time and dist.is_initialized():
+        seconds = mean_over_ranks(torch.tensor(seconds, dtype=torch.float64)).tolist()
     update_seconds = [device.seconds(*each) for each in updates]
     if not dist.is_initialized() or dist.get_rank() == 0:
         result = {"seconds": seconds[options.warm_up :], "losses": losses}

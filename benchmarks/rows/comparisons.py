@@ -22,12 +22,20 @@ TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds per comparison, and untimed and timed steps per run. `graphs` is the compiler's cache folder."""
+    """How each comparison runs.
+
+    Attributes:
+        rounds: times that each side runs.
+        warm_up, steps: untimed and timed steps of a run.
+        graphs: the compiler's cache folder.
+        cpu_time: whether to time training steps by CPU time, with one thread per process.
+    """
 
     rounds: int
     warm_up: int
     steps: int
     graphs: str
+    cpu_time: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -160,7 +168,8 @@ class TrainingComparison:
             scripts["bound"] = Script("training_steps.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
         threads = THREADS if self.device == "cpu" else usable_cores()  # beside a GPU, they compile
-        common += ["--threads", str(max(1, threads // self.processes))]
+        common += ["--threads", str(1 if schedule.cpu_time else max(1, threads // self.processes))]
+        common += ["--cpu-time"] * schedule.cpu_time
         common += [*schedule.arguments, *(["--graphs", schedule.graphs] if self.compiled else [])]
         tolerance = self.tolerance or TOLERANCES[self.precision]
         row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)

@@ -97,7 +97,9 @@ def show(results: Sequence[Result | CheckResult], schedule: Schedule) -> None:
     """Print the table, and below it the reasons for failures."""
     this = machine()
     title = f"{this['cores']} cores ({this['vector_units']}), torch {this['torch']}; "
-    title += f"medians of {schedule.steps} steps in {schedule.rounds} rounds"
+    title += (
+        f"medians of {schedule.steps} steps in {schedule.rounds} rounds{', CPU time' * schedule.cpu_time}"
+    )
     print_table(title, HEADINGS, map(_cells, results), CAPTION)
     for result in results:
         if result.failure:

@@ -6,6 +6,7 @@ torch's, forward and backward. A real step adds norms, activations, rotary embed
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -19,16 +20,18 @@ from parallel.host_products import multiply
 from profiles.sections.model import Model
 
 REPEATS = 8
+Clock = Callable[[], float]
 
 
 def main() -> None:
     options, workload, _, _ = start(workload_parser(__doc__))
     model, dtype = workload.model, DTYPES[options.precision]
+    clock = time.process_time if options.cpu_time else time.perf_counter
     products = sum(
-        count * product_seconds(workload.tokens, width_in, width_out, dtype)
+        count * product_seconds(workload.tokens, width_in, width_out, dtype, clock)
         for width_in, width_out, count in projections(model)
     )
-    attention = model.num_hidden_layers * attention_seconds(workload, dtype)
+    attention = model.num_hidden_layers * attention_seconds(workload, dtype, clock)
     print(json.dumps({"seconds": [products + attention]}))
 
 
@@ -43,16 +46,16 @@ def projections(model: Model) -> Iterator[tuple[int, int, int]]:
     yield h, model.vocab_size, 1
 
 
-def product_seconds(tokens: int, width_in: int, width_out: int, dtype: torch.dtype) -> float:
+def product_seconds(tokens: int, width_in: int, width_out: int, dtype: torch.dtype, clock: Clock) -> float:
     """Seconds of a projection, forward and backward."""
     x = torch.randn(tokens, width_in).to(dtype)
     weight = torch.randn(width_out, width_in).to(dtype)
     grad = torch.randn(tokens, width_out).to(dtype)
     factors = (x, weight.t()), (grad, weight), (grad.t(), x)
-    return sum(min(best(partial(torch.matmul, a, b)), best(partial(multiply, a, b))) for a, b in factors)
+    return sum(min(best(partial(call, a, b), clock) for call in (torch.matmul, multiply)) for a, b in factors)
 
 
-def attention_seconds(workload: Workload, dtype: torch.dtype) -> float:
+def attention_seconds(workload: Workload, dtype: torch.dtype, clock: Clock) -> float:
     """Seconds of one layer's attention, forward and backward."""
     model = workload.model
 
@@ -62,12 +65,12 @@ def attention_seconds(workload: Workload, dtype: torch.dtype) -> float:
 
     q, k, v = map(random, (model.num_attention_heads, *[model.num_key_value_heads] * 2))
     grad = torch.randn(q.shape).to(dtype)
-    return best(lambda: torch.autograd.grad(causal_attention(q, k, v), (q, k, v), grad))
+    return best(lambda: torch.autograd.grad(causal_attention(q, k, v), (q, k, v), grad), clock)
 
 
-def best(call: Callable[[], object]) -> float:
+def best(call: Callable[[], object], clock: Clock) -> float:
     """Seconds of the fastest of several calls."""
-    return min(seconds(call) for _ in range(REPEATS + 1))
+    return min(seconds(call, clock) for _ in range(REPEATS + 1))
 
 
 if __name__ == "__main__":

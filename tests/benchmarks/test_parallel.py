@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def test_quick_comparison_runs_and_losses_agree(tmp_path, monkeypatch, capsys):
     out = tmp_path / "kept" / "rows.jsonl"
-    arguments = ["--quick", "--only", "tensor", "--json", "--out", str(out)]
+    arguments = ["--quick", "--cpu-time", "--only", "tensor", "--json", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["parallel", *arguments])
     assert parallel.main() == 0
     printed = capsys.readouterr()
