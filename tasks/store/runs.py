@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -401,20 +402,25 @@ def find_folder(store: Store, name: str, identity: str) -> RunFolder | None:
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
     """The error for a run that the store does not have, with the nearest names that it has."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
-    return no_such_run(key, name, store.location, names)
+    return no_such_run(key, name, store.location, names, store.uri)
 
 
 def unknown_local_run(name: str, runs: Path) -> ProfileError:
     """As `unknown_run`, for a folder of run folders on this machine."""
     known = sorted(path.parent.name for path in runs.glob(f"*/{run_files.PROFILE}"))
-    return no_such_run("run", name, runs.absolute(), known)
+    return no_such_run("run", name, runs.absolute(), known, str(runs.parent) if runs.name == "runs" else None)
 
 
-def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) -> ProfileError:
-    """The error for a run that is not there; `trainshed runs` lists those that are."""
-    return ProfileError(
-        key, name, f"no such run in {where}; `trainshed runs` lists them", closest(name, known, 3)
-    )
+def no_such_run(
+    key: str, name: str, where: str | Path, known: Iterable[str], store: str | None
+) -> ProfileError:
+    """The error for a run that is not there; `trainshed runs` lists those that are in a store."""
+    reason = f"no such run in {where}"
+    if store is not None:
+        is_default = Path(store).absolute() == Path("store").absolute()
+        option = "" if is_default else f" --store {shlex.quote(store)}"
+        reason += f"; `trainshed runs{option}` lists them"
+    return ProfileError(key, name, reason, closest(name, known, 3))
 
 
 def read_inputs(folder: Path) -> dict[str, str | None]:

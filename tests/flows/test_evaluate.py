@@ -398,7 +398,7 @@ def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):
     for run, message in (
         ("run@3", "run@2"),
         ("run@x", "neither RUN nor RUN@STEP"),
-        ("rum", "no such run in .*; `trainshed runs` lists them; nearest valid: run"),
+        ("rum", "no such run in .*; `trainshed runs --store .*` lists them; nearest valid: run"),
     ):
         with pytest.raises(ProfileError, match=message):
             evaluate(store, run)

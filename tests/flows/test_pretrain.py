@@ -290,10 +290,11 @@ def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrai
     assert "at step 6 with other settings" in words
     assert "train.seed is 1234 there, 7 here" in words
     assert "train.learning_rate is 0.003 there, 0.01 here" in words
-    _, named, forked, replaced = words.splitlines()
+    _, _, named, continues, forked, _, replaced = words.splitlines()
     settings = f"--set train.learning_rate=1e-2 --set train.seed=7 --set train.steps=8 --store {store}"
     assert named.endswith(f"micro.yaml {settings} --name micro-2")
-    assert forked == f"  continue from its step 6           trainshed fork micro@6 micro-2 {settings}"
+    assert continues == "  continue from its step 6"
+    assert forked == f"    trainshed fork micro@6 micro-2 {settings}"
     assert replaced.endswith(f"{settings} --replace")
     assert losses(store / "runs/micro") == before
 
