@@ -2,7 +2,7 @@
 
     with forked_jobs(): pretrain(...)
 
-Starting torchrun and a Python interpreter takes about 5 s of CPU per rank, more than training a small model. The rest of the
+Starting torchrun, which imports torch and the trainer, takes 2 s of CPU, more than training a small model. The rest of the
 launcher is real: records, attempts, environment, logs. Tests of failures and interrupts use torchrun.
 """
 
