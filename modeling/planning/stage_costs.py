@@ -7,7 +7,7 @@ forward and backward under a `Meter`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -20,8 +20,10 @@ from modeling.models.build import (
     DTYPES,
     build_mesh,
     build_model,
+    defers_weight_gradients,
     device_of,
     expert_layers,
+    gathers_in_graph,
     layer_modes,
 )
 from modeling.models.language_model import LanguageModel
@@ -146,6 +148,7 @@ class StageCosts:
         key += (self.profile.scores_pairs_in_step, self.profile.compile.possible, self.profile.document_masks)
         key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
         key += (self.mesh.tensor.chunks, train.capacity_factor, train.fp8_recipe, train.qk_clip is not None)
+        key += (self._returns_gradients_together,)
         if key not in self.cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             costs = self._measure(stage, mode)
@@ -155,11 +158,38 @@ class StageCosts:
             self.cache[key] = costs
         return self.cache[key]
 
+    @cached_property
+    def _returns_gradients_together(self) -> bool:
+        """Whether a block's backward holds the gradients of all its weights until it ends.
+
+        A compiled one does, unless its graph reduces them or leaves them to a separate pass.
+        """
+        profile = self.profile
+        return profile.compile.possible and not (
+            gathers_in_graph(profile) or defers_weight_gradients(profile)
+        )
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an embedding's gradient from the head waits for that from the stage's input."""
+        return self.profile.model.shares_embedding and self.profile.parallel.pipeline == 1
+
+    def _drop_gradients(self, stage: LanguageModel) -> None:
+        """Let gradients be dropped when they are complete, as they move into buckets."""
+        groups: list[list[nn.Parameter]] = []
+        if self._returns_gradients_together:
+            groups += [[*block.parameters()] for block in stage.layers.values()]
+        known = {id(parameter) for group in groups for parameter in group}
+        if self._waits and stage.last and not stage.first:
+            known.add(id(stage.embedding.weight))  # stays: the embedding's layer is not part of this stage
+        groups += [[each] for each in stage.parameters() if id(each) not in known]
+        for group in groups:
+            _drop_together([each for each in group if each.requires_grad])
+
     def _measure(self, stage: LanguageModel, mode: str) -> LayerCosts:
         """Run one microbatch forward and backward as the trainer does."""
         apply_activation_checkpointing(stage.layers.values(), mode)
-        for parameter in filter(lambda each: each.requires_grad, stage.parameters()):
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # ZeRO-1 moves it into a bucket
+        self._drop_gradients(stage)
         b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
         positions, keys = tokens[0], sample_keys(0, tokens[:, 0])
@@ -185,9 +215,12 @@ class StageCosts:
                 y = self._loss(stage, y, targets)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live
             y.backward(torch.empty_like(y))
-        return LayerCosts(
-            saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.communication)
-        )
+        waiting = 0
+        if self._waits and not stage.last and not self.profile.lora.rank:
+            waiting = DTYPES[self.profile.train.precision].itemsize * self.profile.model.hidden_size
+            waiting *= -(-self.profile.model.vocab_size // self.mesh.tensor.size)
+        counted = dict(meter.products), meter.moved, dict(meter.communication)
+        return LayerCosts(saved, forward_peak, meter.peak + waiting, *counted)
 
     def loss(self, stage: LanguageModel) -> tuple[int, int]:
         """Peak bytes, less those that graphs save, and FLOPs of a microbatch's losses on the last stage."""
@@ -226,5 +259,15 @@ def following_like(tokens: Tensor, depth: int) -> tuple[Tensor | None, Tensor]:
     return following, tokens.new_empty(len(tokens), (1 + depth) * tokens.shape[1])
 
 
-def _drop_gradient(parameter: nn.Parameter) -> None:
-    parameter.grad = None
+def _drop_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Drop the gradients of parameters whenever all of them have one."""
+    complete: list[nn.Parameter] = []
+
+    def hook(parameter: nn.Parameter) -> None:
+        complete.append(parameter)
+        if len(complete) == len(parameters):
+            while complete:
+                complete.pop().grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hook)

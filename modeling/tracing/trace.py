@@ -65,6 +65,7 @@ from profiles.files import exit_codes, run_files
 from profiles.resolve import load
 from profiles.schema import Profile
 
+LOSS = "loss, training"
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +117,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     for number, layers in enumerate(parts):
         log.info("tracing stage %d of %d", number + 1, len(parts))
         before = len(recorder.programs)
-        saved, last = run_stage(profile, number, recorder.backend, fake, rank, counts_saved=True)
+        memory = run_stage(profile, number, recorder.backend, fake, rank, counts_saved=True)
         for captured, graphs in recorder.programs[before:]:
             name = captured.name
             consumed = graph_stats.consumed_inputs(*graphs) if len(graphs) == 2 else {}
@@ -131,10 +132,10 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
                 distinct[name, captured.digest] = program
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
-        held = [*layers, *(profile.model.prediction_layers if last else ())]
+        held = [*layers, *(profile.model.prediction_layers if memory.last else ())]
         blocks = [graph_cache.BLOCKS[modes[layer]] for layer in held]
-        peak = _stage_peak(distinct.values(), blocks, last, freed)
-        stages.append(StageStats((layers.start, layers.stop), saved, peak))
+        peak = _stage_peak(distinct.values(), blocks, memory.last, freed | {LOSS: memory.loss})
+        stages.append(StageStats((layers.start, layers.stop), memory.saved, peak))
     torch.compiler.reset()
     return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages), recorder.manifest())
 
@@ -142,28 +143,29 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
 def _stage_peak(
     programs: Iterable[TracedProgram], blocks: Sequence[str], last: bool, freed: Mapping[str, int]
 ) -> int:
-    """Maximum bytes that a graph of a stage needs in addition to what autograd saved.
+    """Maximum bytes that a graph of a stage needs in addition to all that autograd saves.
 
-    When a block program's last backward runs, what the backward passes of all later layers freed is available.
+    When a block program's last forward runs, it and all later layers and the loss have not saved anything yet; when its first
+    backward runs, those after it have freed what they saved.
 
     Args:
         blocks: region of each of the stage's layers.
         last: whether the stage has the final norm and the loss.
-        freed: bytes that autograd frees after a program's backward.
+        freed: bytes that autograd frees after a program's backward, or after that of the loss.
     """
-    names = [f"{block}, training" for block in blocks]
+    names = [*(f"{block}, training" for block in blocks), *([LOSS] if last else [])]
     available = {
         name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
         for name in set(names)
     }
     others = set(graph_cache.REGIONS) - {*graph_cache.BLOCKS.values()} - (set() if last else {"norm", "loss"})
     regions = {*others, *blocks, graph_cache.STEP}
-    return max(
-        graph.peak - available.get(program.name, 0)
-        for program in programs
-        if program.name.partition(",")[0] in regions
-        for graph in program.graphs
-    )
+    peaks = [0]
+    for program in programs:
+        if program.name.partition(",")[0] in regions:
+            *forward, backward = (graph.peak - available.get(program.name, 0) for graph in program.graphs)
+            peaks += [*(peak - freed.get(program.name, 0) for peak in forward), backward]
+    return max(peaks)
 
 
 class Recorder(graph_cache.RegionBackends):
@@ -193,14 +195,11 @@ def run_stage(
     rank: int = 0,
     *,
     counts_saved: bool = False,
-) -> tuple[int, bool]:
+) -> _Saved:
     """Build a stage and run it forward, for training and for evaluation.
 
     Args:
         counts_saved: count what autograd saves, in regions for which the backend returns traced programs.
-
-    Returns:
-        bytes that autograd saves per microbatch, 0 if not counted; whether it is the last stage.
     """
     settings = profile.train
     # Operators dispatch, and compilers look up graphs, by whether kernels must be deterministic.
@@ -226,7 +225,12 @@ def run_stage(
         elif compiles_loss:
             output = reduce(torch.add, model.losses_ahead(y, targets))
         constant = [*model.parameters(), *model.buffers()]
-        saved = graph_stats.saved_bytes(output, constant) if counts_saved else 0
+        saved = loss = 0
+        if counts_saved:
+            saved = graph_stats.saved_bytes(output, constant)
+            loss = saved - graph_stats.saved_bytes(y, constant) - y.nbytes
+            if model.first and model.model.tie_word_embeddings:
+                loss -= model.embedding.weight.nbytes
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
             if compile := graph_cache.function_compiler(profile.cluster.device, backend):
@@ -234,7 +238,15 @@ def run_stage(
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
                 rehearse(profile, model, stages, mesh, y, compile)
-        return saved, model.last
+        return _Saved(saved, max(loss, 0), model.last)
+
+
+class _Saved(NamedTuple):
+    """What autograd saves for a stage's backward, per microbatch; 0 if not counted."""
+
+    saved: int  # bytes
+    loss: int  # bytes of these that are free when backward reaches the blocks; the gradients of tied weights are not
+    last: bool  # whether it is the last stage
 
 
 class _Batch(NamedTuple):

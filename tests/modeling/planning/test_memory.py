@@ -1,6 +1,7 @@
 """Memory of a rank beyond parameters, gradients and states."""
 
 from modeling.planning.memory import PlannedBucket, activation_bytes
+from modeling.planning.stage_costs import StageCosts
 from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.muon import Muon
 from profiles import resolve
@@ -15,3 +16,18 @@ def test_matrices_of_compiled_muon_are_held_at_the_same_time():
         for rule, held in ((AdamW(), 0), (Muon(), 12_000))
     )
     assert muon - adamw == 12_000 - 4 * 1000
+
+
+def test_gradients_that_backward_holds_are_counted():
+    """Of a compiled block's weights, and of a tied head while blocks run; few tokens make them most."""
+    layer, small = 1, ("train.sequence_length=64", "model.vocab_size=32000", "train.global_batch_size=8")
+
+    def backward(*overrides: str) -> int:
+        costs = StageCosts(resolve.load("llama3-8b-h100", [*small, *overrides]))
+        return costs.layer(layer, "none").backward_peak
+
+    compiled, eager = backward(), backward("compile.enabled=false")
+    block = StageCosts(resolve.load("llama3-8b-h100", small)).module(range(layer, layer + 1))
+    weights = sum(parameter.nbytes for parameter in block.parameters())
+    assert eager < 0.6 * weights < weights < compiled
+    assert backward("model.tie_word_embeddings=true") - compiled == 2 * 32000 * 4096
