@@ -21,7 +21,7 @@ def cells_of(lines: list[str]) -> dict[str, list[str]]:
 
 
 DOCUMENTED = cells_of(PAGE.read_text().splitlines())
-TRACED = ("llama3-8b", "qwen3-8b-h100")  # at full size; with and without recomputation
+TRACED = ("llama3-8b", "glm4-9b-h100")  # at full size; with and without recomputation
 
 
 def test_profiles_are_planned_and_traced(capsys):
