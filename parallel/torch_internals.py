@@ -59,6 +59,7 @@ NAMES = {
     "ComputationType": "torch.distributed.pipelining.schedules._ComputationType",
     "PipelineScheduleRuntime": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "RecvInfo": "torch.distributed.pipelining.stage._RecvInfo",
+    "is_in_bad_fork": "torch.cuda._is_in_bad_fork",
     # Checkpoints
     "PyTorchFileReader": "torch._C.PyTorchFileReader",
     "narrow_tensor_by_index": "torch.distributed._shard._utils.narrow_tensor_by_index",

@@ -22,6 +22,7 @@ from pathlib import Path
 from torch.distributed import run
 
 from modeling.start import without_garbage_collection
+from parallel.torch_internals import is_in_bad_fork
 from profiles.files import exit_codes
 
 START = "modeling.start"
@@ -48,6 +49,13 @@ class ForkedRank:
             exit_codes.leave(exit_codes.code_of(main))
         channel.close()
 
+    def is_sound(self) -> bool:
+        """Whether the rank waits in its own session, and may use CUDA: not if torchrun has used it."""
+        try:
+            return self._channel.recv()
+        except (OSError, EOFError):  # it was killed
+            return False
+
     def start(self, environment: Mapping[str, str], *outputs: str) -> None:
         """Let the rank run.
 
@@ -55,7 +63,6 @@ class ForkedRank:
             outputs: files for its standard output and error; "" for those of torchrun.
         """
         with contextlib.suppress(OSError, EOFError):  # it was killed, which `poll` tells
-            self._channel.recv()  # it has its own session
             self._channel.send((dict(environment), outputs))
         self._channel.close()
 
@@ -96,7 +103,7 @@ def fork_ranks(arguments: list[str]) -> list[ForkedRank]:
     """Import the job module that torchrun is to run, and fork this node's ranks.
 
     Returns no ranks if they have to be programs of their own: if they do not run a job module by START; if torch has loaded
-    Neuron's runtime, of which it is not known whether it survives a fork; or if a thread would be missing in the ranks.
+    Neuron's runtime, of which it is not known whether it survives a fork; or if a thread or CUDA would be missing in the ranks.
     """
     options = run.parse_args(arguments)
     started = options.module and options.training_script == START and options.nproc_per_node.isdecimal()
@@ -114,7 +121,7 @@ def fork_ranks(arguments: list[str]) -> list[ForkedRank]:
     for _ in range(int(options.nproc_per_node)):
         ranks.append(ForkedRank(main, ranks))
         # Only now: a fork ends the threads of OpenBLAS, which starts them again where it needs them.
-        if len(os.listdir("/proc/self/task")) > 1:
+        if not ranks[-1].is_sound() or len(os.listdir("/proc/self/task")) > 1:
             for rank in ranks:
                 rank.close()
                 os.waitpid(rank.pid, 0)
@@ -126,7 +133,7 @@ def _take_over(channel: Connection) -> None:
     """Wait for this rank's environment and files; exits if torchrun ends before."""
     try:
         with channel:
-            channel.send(None)
+            channel.send(not is_in_bad_fork())
             environment, outputs = channel.recv()
     except (OSError, EOFError):
         os._exit(1)

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 FORKS = """
 import json, os, sys, threading
 import torch
+from modeling.supervision import forked_ranks
 from modeling.supervision.forked_ranks import START, fork_ranks
 
 def fail(*arguments):
@@ -29,6 +30,9 @@ found = {module: fork(module) for module in sys.argv[1:]}
 sys.modules["torch_neuronx"] = sys
 found["neuron"] = fork(sys.argv[1])
 del sys.modules["torch_neuronx"]
+forked_ranks.is_in_bad_fork = lambda: True
+found["cuda"] = fork(sys.argv[1])
+forked_ranks.is_in_bad_fork = lambda: False
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 found["thread"] = fork(sys.argv[1])
 print(json.dumps(found), flush=True)
@@ -44,6 +48,7 @@ def test_job_modules_can_be_forked_and_ranks_that_were_not_started_end_with_torc
     found = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert {name: len(ranks) for name, ranks in found.items()} == dict.fromkeys(modules, 2) | {
         "neuron": 0,
+        "cuda": 0,
         "thread": 0,
     }
     until(lambda: not any(psutil.pid_exists(pid) for ranks in found.values() for pid in ranks))
