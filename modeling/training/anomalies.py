@@ -1,4 +1,4 @@
-"""Loss anomalies: skip a step with a bad loss, and exclude the samples of steps that were rolled back.
+"""Loss anomalies: which steps are skipped, and when a run rolls back, as train.py then does.
 
 A loss or gradient norm that is not finite, or a loss above `spike_factor` times the median of the last WINDOW good ones, skips
 the optimizer update (PaLM, arXiv 2204.02311, section 5.1). After `bad_steps` skipped steps in a row the run rolls back to its

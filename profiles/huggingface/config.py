@@ -13,7 +13,7 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.files import yaml_text
-from profiles.huggingface import config_keys, dbrx_config, layer_kinds
+from profiles.huggingface import dbrx_config, layer_kinds, unread_keys
 from profiles.sections import families
 from profiles.sections.model import Model
 
@@ -109,11 +109,11 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "dbrx":
         config = dbrx_config.to_llama_names(config, family)
     else:
-        config_keys.check(config, architecture, family, _read_keys(family))
+        unread_keys.check(config, architecture, family, _read_keys(family))
     if architecture == "gpt_oss" and config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = {**config, "rope_scaling": GPT_OSS_ROPE}
-    given = config_keys.renamed(config, dict.fromkeys(EXPERT_ALIASES, "num_experts"))
-    given = config_keys.renamed(given, {family.fields.get(name, name): name for name in LLAMA_FIELDS})
+    given = unread_keys.renamed(config, dict.fromkeys(EXPERT_ALIASES, "num_experts"))
+    given = unread_keys.renamed(given, {family.fields.get(name, name): name for name in LLAMA_FIELDS})
     config = {**family.defaults, **given}
     values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
     further = {NORM_EPS: "norm_eps", **{theirs: ours for ours, theirs in family.fields.items()}}
@@ -150,8 +150,8 @@ def _read_keys(family: families.Family) -> set[str]:
 def _gpt(config: Mapping[str, Any], family: families.Family) -> dict[str, Any]:
     """Fields from GPT-2's config.json."""
     read = {*GPT_FIELDS.values(), *GPT_ALIASES, *GPT_DROPOUTS, *family.fixed}
-    config_keys.check(config, "gpt", family, read)
-    config = GPT_DEFAULTS | config_keys.renamed(config, GPT_ALIASES)
+    unread_keys.check(config, "gpt", family, read)
+    config = GPT_DEFAULTS | unread_keys.renamed(config, GPT_ALIASES)
     values = {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
     if "hidden_size" in values:
         values.setdefault("intermediate_size", 4 * values["hidden_size"])

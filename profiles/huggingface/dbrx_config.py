@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.huggingface import config_keys
+from profiles.huggingface import unread_keys
 from profiles.sections.families import Family
 
 NORM_EPS = 1e-5  # not in the config.json
@@ -52,13 +52,13 @@ def to_llama_names(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             if section.get(name):
                 raise ProfileError(name, section[name], "is not supported for dbrx", [0.0])
         read = {*DROPOUTS, *others, *(theirs for theirs, _ in fields.values())}
-        config_keys.check(section, "dbrx", family, read)
+        unread_keys.check(section, "dbrx", family, read)
     activation = experts.get("ffn_act_fn") or {}
     if further := activation.keys() - {"name"}:
         raise ProfileError(
             "ffn_act_fn", str(activation), f"has {min(further)}, which is not supported for dbrx"
         )
-    config = config_keys.renamed(config, ALIASES)
+    config = unread_keys.renamed(config, ALIASES)
     norm = experts.get("moe_normalize_expert_weights", 1.0)
     if norm not in (None, 1):
         reason = "is not supported; the weights of a token's experts sum to 1, or are not normalized"

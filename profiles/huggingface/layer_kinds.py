@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.huggingface import config_keys
+from profiles.huggingface import unread_keys
 from profiles.sections.base import Section
 from profiles.sections.families import Family
 from profiles.sections.model import Model
@@ -184,7 +184,7 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         values["partial_rotary_factor"] = None if share == 1 else share
     known = {*kinds[kind].model_fields} if kind in kinds else set()
     for name in scaling.keys() - known - ROPE_UNUSED - {*family.unused}:
-        if name not in config_keys.DEFAULTS or scaling[name] != config_keys.DEFAULTS[name]:
+        if name not in unread_keys.DEFAULTS or scaling[name] != unread_keys.DEFAULTS[name]:
             raise ProfileError(f"{section}.{name}", scaling[name], f"is not known for rope_type {kind}")
     fields = {name: value for name, value in scaling.items() if name in known}
     return {**values, "rope_scaling": {"rope_type": kind, **fields} if known else None}

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling.models.families import huggingface_tensor
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.huggingface import config_keys
+from profiles.huggingface import unread_keys
 from profiles.huggingface.config import TOKEN_IDS, from_config_json, read_config_json, to_config_json
 from profiles.sections import families
 from profiles.sections.model import Model
@@ -335,7 +335,7 @@ def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name)
     for key, value in config.items():
         without = read({other: value for other, value in config.items() if other != key})
         assert without == model or (without is None and key in sizes), key
-        if key not in config_keys.UNUSED | {*family.unused} | DERIVED.get(name, set()):
+        if key not in unread_keys.UNUSED | {*family.unused} | DERIVED.get(name, set()):
             assert read({**config, key: other(value)}) != model, key
     for key in ("num_selects", "weight_bits", "quantization", "logit_soft_cap"):
         with pytest.raises(
