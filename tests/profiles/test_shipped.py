@@ -426,10 +426,10 @@ def test_documented_topologies_are_those_of_the_profiles():
 
 
 def test_documented_plans_are_near_their_traces():
-    """A plan needs no less memory than its trace, and hardly a third more."""
+    """A plan needs hardly less memory than its trace, and hardly a third more."""
     for name, row in DOCUMENTED.items():
         planned, traced = (float(cell.split()[0]) for cell in row[4:6])
-        assert traced <= planned < 1.35 * traced, name
+        assert traced / 1.01 <= planned < 1.35 * traced, name
 
 
 def test_quickstart_is_small_and_computes_the_same_on_every_machine():
