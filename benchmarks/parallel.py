@@ -98,7 +98,7 @@ def main() -> int:
     parser.add("--quick", "one round of few steps: a check, not a measurement")
     parser.add(
         "--cpu-time",
-        "compare training steps by CPU time of one thread per process, which other load affects less",
+        "compare whole training steps by CPU time of one thread per process, which other load affects less",
     )
     parser.add("--only ROW", f"of {', '.join(names)}", nargs="+", choices=names)
     parser.add("--json", "print one JSON document instead of the table")
@@ -108,6 +108,10 @@ def main() -> int:
     options = parser.parse_args()
     minutes = MINUTES if options.minutes is None and not options.only else options.minutes
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]
+    elapsed = [item.name for item in comparisons if not isinstance(item, TrainingComparison) or item.update]
+    if options.cpu_time and options.only and elapsed:
+        parser.error(f"--cpu-time: not measured for {', '.join(elapsed)}, which are not whole training steps")
+    comparisons = [item for item in comparisons if not options.cpu_time or item.name not in elapsed]
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
         schedule = Schedule(options.rounds, 3, STEPS, graphs, options.cpu_time)
         if options.quick:

@@ -85,16 +85,17 @@ def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = T
         )
         try:
             output, _ = process.communicate(timeout=timeout)
+            failure = f"exit code {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            raise ScriptError(f"{script.module}: timed out after {timeout:.0f} s") from None
+            failure = f"timed out after {timeout:.0f} s"
         finally:
             terminate(process)
-        if process.returncode:
+        if failure:
             errors.seek(0)
             text = errors.read()
             text = TORCHRUN_LINE.split(text, maxsplit=1)[0].strip() or text.strip()
             last = "\n".join(text.splitlines()[-LAST_LINES:])
-            raise ScriptError(f"{script.module}: exit code {process.returncode}\n{last}")
+            raise ScriptError(f"{script.module}: {failure}\n{last}")
     return output
 
 

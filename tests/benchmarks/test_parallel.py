@@ -57,6 +57,10 @@ def test_unknown_comparison_is_rejected_with_the_nearest_name(monkeypatch, capsy
     assert ended.value.code == 2
     printed = capsys.readouterr().err
     assert "--only: tensors is not a valid value; nearest valid: tensor\n" in printed
+    monkeypatch.setattr(sys, "argv", ["parallel", "--cpu-time", "--only", "tensor", "ring-8k", "muon-update"])
+    with pytest.raises(SystemExit):
+        parallel.main()
+    assert "--cpu-time: not measured for ring-8k, muon-update, which" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss", [8.3, 8.3 * (1 + 2e-5), math.nan])
