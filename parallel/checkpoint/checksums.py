@@ -94,6 +94,11 @@ class ChecksumStream:
         self.checksums.update(data)
         return self._stream.write(data)
 
+    def flush(self) -> None:
+        # After a failure torch's wrapper flushes again when it is deleted, and Python 3.13 prints what that raises.
+        if not self._stream.closed:
+            self._stream.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -373,9 +373,7 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
         pretrain(store, name="child", fork="micro@5")
     with pytest.raises(ProfileError, match=r"train.global_batch_size = 8: .* nearest valid: 4"):
         pretrain(store, "train.global_batch_size=8", name="child", fork="micro@4")
-    with pytest.raises(
-        ProfileError, match=r"a run of this name exists, and was not .* nearest valid: micro-2"
-    ):
+    with pytest.raises(ProfileError, match=r"micro: is the parent's own; .* nearest valid: micro-2"):
         pretrain(store, name="micro", fork="micro@4")
     assert done(pretrain(store, name="same", fork="micro@4")) == ["train", "evaluate", "export"]
     assert losses(store / "runs/same") == before  # the optimizer and the data position are the parent's
