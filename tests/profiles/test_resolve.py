@@ -53,7 +53,7 @@ def test_shipped_profiles_resolve(name):
 def test_profiles_for_h100_are_those_for_h200_with_what_their_overlay_has():
     for model, changes in (
         ("llama3-8b", {"parallel.data_sharding": "fsdp"}),
-        ("deepseek-v3", {"cluster.nodes": 64, "train.recompute": "full"}),
+        ("deepseek-v3", {"cluster.nodes": 64, "parallel.pipeline": 16, "train.recompute": "full"}),
     ):
         expected = resolve.load(f"{model}-h200", [f"{key}={value}" for key, value in changes.items()])
         resolve.load(f"{model}-h100", ["cluster.accelerator=b200"])  # changes no later one
