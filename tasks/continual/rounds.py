@@ -109,17 +109,23 @@ def read_series(store: Store, name: str) -> Series:
         found = _read(store, run, number, promoted)
         if found is not None:
             rounds.append(found)
-    return Series(name, promoted, _with_rolled_back(rounds, promoted.run))
+    return Series(name, promoted, _with_rolled_back(rounds, promoted))
 
 
-def _with_rolled_back(rounds: Sequence[Round], current: str) -> list[Round]:
-    """The rounds, those marked that were promoted and do not lead to the promoted model any more."""
-    bases, ancestors = {each.run: each.base for each in rounds}, [current]
+def _with_rolled_back(rounds: Sequence[Round], promoted: Promoted) -> list[Round]:
+    """The rounds, those marked that were promoted and do not lead to the promoted model any more.
+
+    A round after the latest has been judged, and its model is about to be promoted.
+    """
+    bases, ancestors = {each.run: each.base for each in rounds}, [promoted.run]
     while (base := bases.get(ancestors[-1])) and base not in ancestors:
         ancestors.append(base)
-    return [
-        replace(each, rolled_back=each.outcome == PROMOTED and each.run not in ancestors) for each in rounds
-    ]
+    undone = {
+        each.run
+        for each in rounds
+        if each.outcome == PROMOTED and each.number <= promoted.latest_round and each.run not in ancestors
+    }
+    return [replace(each, rolled_back=each.run in undone) for each in rounds]
 
 
 def find_earlier(store: Store, name: str, run: str) -> Promoted:

@@ -12,7 +12,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, yaml_text
 from profiles.schema import Profile
 from tasks.continual import ancestors
 from tasks.continual.ancestors import Ancestors
@@ -56,15 +56,26 @@ class Promoted:
 
 
 def promoted_model(store: Store, name: str) -> Promoted | None:
-    """The promoted model of a series; None until its first run has been trained and exported."""
-    run = store.run_folder(name)
+    """The promoted model of a series; None until its first run has been trained and exported.
+
+    Reads the store only: commands that show a series make no local copy of its runs.
+    """
+    try:
+        run = store.run_folder(name)
+    except ValueError:  # a path, for example: no run can have that name
+        return None
     # If it is corrupted, this raises: ignoring it would restart the series from round 0.
     if (standing := run.require_json(run_files.STANDING)) is not None:
         return Promoted(**standing)
     inputs = run.require_json(run_files.INPUTS)
     if inputs is None or not run.files(EXPORT) or ledger.find(store, inputs["identity"]) is None:
         return None
-    if runs.load_profile(runs.fetch(store, name)).train.steps not in run.checkpoint_steps():
+    try:
+        steps = yaml_text.parse_sections(run.read(run_files.PROFILE) or b"", ["train"])["train"]["steps"]
+    except (ValueError, LookupError, TypeError) as error:
+        location = store.backend.location(f"runs/{name}/{run_files.PROFILE}")
+        raise ProfileError("profile", location, "cannot be read; restore or correct it") from error
+    if steps not in run.checkpoint_steps():
         return None  # exported before training finished
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 

@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import fsspec
 import pytest
 
 from flows.cli.main import main
@@ -42,7 +43,7 @@ def series(tmp_path):
     ]
     for name in ("nightly", *(run for run, _, _ in losses)):
         folder = tmp_path / "store/runs" / name
-        write_run(tmp_path / "run", losses=6)
+        write_run(tmp_path / "run", "train.steps=6", losses=6)
         folder.parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run").rename(folder)
         (folder / "inputs.json").write_text(
@@ -119,8 +120,11 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
     assert all("old text, not promoted" in each for each in ("".join(parser.text), picture))
     assert "<b>1</b>" in page.read_text()
     assert "0.2</" not in page.read_text()  # rounds are integers
-    assert main(["series", "nightl", "--store", series.uri]) == 2
-    assert "nearest valid: nightly" in capsys.readouterr().err
+    for unknown in ("nightl", "runs/nightly", "night ly", "nightly/", ""):
+        assert main(["series", unknown, "--store", series.uri]) == 2
+        assert re.search("is no series in .*nearest valid: nightly\n", capsys.readouterr().err)
+    set_promoted(series, "nightly", replace(FIRST, run="nightly-round-1", round=1))
+    assert "rolled back" not in render(rounds.read_series(series, "nightly"))  # round 2 is being exported
 
 
 def test_promote_makes_an_earlier_model_the_promoted_one(series, capsys):
@@ -151,3 +155,14 @@ def test_rounds_of_a_replaced_first_run_are_not_of_the_series(series):
     current = promoted_model(series, "nightly")
     set_promoted(series, "nightly", replace(current, dataset="another"))
     assert [each.run for each in rounds.read_series(series, "nightly").rounds] == ["nightly"]
+
+
+def test_series_of_a_remote_store_is_shown_without_a_local_copy(series, tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    (series.run_folder("nightly").path / "standing.json").unlink()
+    for part in ("runs/nightly", "ledger"):
+        memory.put(str(series.work_dir / part), f"/shown/store/{part}", recursive=True)
+    remote = Store("memory://shown/store", tmp_path / "local")
+    assert [each.run for each in rounds.read_series(remote, "nightly").rounds] == ["nightly"]
+    assert not remote.work_dir.exists()
