@@ -16,6 +16,7 @@ from profiles.files.jsonl import LogFollower, size_of
 from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers.causes import START
 from tasks.step import Context
 from tasks.store.artifacts import Artifact
 
@@ -24,9 +25,8 @@ TIMEOUT = 6 * 3600.0  # seconds, of a job that writes one file
 HARMLESS = re.compile(
     r"^\[W\S* \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
 )
-# The message of an error that a rank logs before its traceback (profiles/files/exit_codes.py), and the traceback's first line.
+# The message that a rank logs before the traceback of the error that ends it (exit_codes.code_of, call_on_leader).
 FAILURE = re.compile(r"(?:rank 0 )?failed|rejected|out of memory")
-TRACEBACK = "Traceback (most recent call last):"
 log = logging.getLogger(__name__)
 
 
@@ -100,9 +100,9 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
 
 
 class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, except HARMLESS ones, step lines and tracebacks.
+    """Forwards rank 0's log to the flow's, except HARMLESS lines, step lines and the error that ends it.
 
-    The error of a failed job has its last lines.
+    That error is the last that a rank writes, and the failed job's error has its last lines.
     """
 
     BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
@@ -111,7 +111,7 @@ class LogForwarder:
         self._follower = LogFollower(log_file, start=size_of(log_file))
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
-        self._in_traceback = False
+        self._failed = False
 
     def forward(self) -> None:
         """Forward new lines; call it several times a second."""
@@ -120,16 +120,14 @@ class LogForwarder:
         self._asked = now
         for line in self._follower.lines():
             text = line.removeprefix("[rank 0] ")
-            if text == line or text.startswith("step ") or HARMLESS.search(text) or self._is_failure(text):
+            if text == line:
+                self._failed = self._failed and not START.match(line)
+                continue
+            self._failed = self._failed or bool(FAILURE.fullmatch(text))
+            if self._failed or text.startswith("step ") or HARMLESS.search(text):
                 continue
             if text.startswith(job_log.WARNING) or "Warning: " in text:  # ours, or one of Python's
                 log.warning("%s", text)
             elif self._credit >= 1:
                 self._credit -= 1
                 log.info("%s", text)
-
-    def _is_failure(self, text: str) -> bool:
-        """Whether a line is of an error's traceback, which ends with the first line that is not indented."""
-        begins, was_in = text == TRACEBACK, self._in_traceback
-        self._in_traceback = begins or (was_in and text.startswith(" "))
-        return begins or was_in or bool(FAILURE.fullmatch(text))

@@ -21,6 +21,7 @@ from tasks.store.store import Store
 from tests.tasks.evaluation.test_held_out import run_folder
 
 pytestmark = pytest.mark.slow
+TRACEBACK = "Traceback (most recent call last):"
 
 
 def test_stopped_job_has_the_grace_period_to_save(tokenized):
@@ -54,18 +55,20 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
         )
         nameless = "[c10d] The hostname of the client socket cannot be retrieved. err=-3"
         file.write(f"[rank 0] [W1129 12:15:49.432635886 socket.cpp:207] {nameless}\n")
-        traceback = (
-            "failed",
-            "Traceback (most recent call last):",
-            '  File "loss.py"',
-            "ValueError: no loss",
+        thread = ("Exception in thread writer:", TRACEBACK, '  File "writer.py"', "OSError: disk full")
+        file.writelines(f"[rank 0] {line}\n" for line in thread)  # does not end the job
+        failure = (
+            *("failed", TRACEBACK, '  File "loss.py"', "AcceleratorError: CUDA error", "Compile with"),
+            *("", "The above exception was the direct cause of the following exception:", "", TRACEBACK),
+            *('  File "train.py"', "ValueError: no loss"),
         )
-        file.writelines(f"[rank 0] {line}\n" for line in traceback)  # the job's error has it
+        file.writelines(f"[rank 0] {line}\n" for line in failure)  # the job's error has it
+        file.write("job 7, start 2, on node-1; rendezvous at 10.0.0.1:20000\n")  # Slurm has requeued the job
         file.writelines(f"[rank 0] chatter {number}\n" for number in range(1000))
         file.write("[rank 0] UserWarning: look at this\n[rank 0] half a li")
     forwarder.forward()
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[:2] == ["resumed from step 40", "chatter 0"]
+    assert messages[:6] == ["resumed from step 40", *thread, "chatter 0"]
     assert messages[-1] == "UserWarning: look at this"
     assert caplog.records[-1].levelno == logging.WARNING
     assert len(messages) < 20
