@@ -42,11 +42,12 @@ def ladder(options: argparse.Namespace) -> int:
     """Plan or run a ladder; returns the exit code. Raises ProfileError for an invalid ladder."""
     with _planning(options.file):
         described, target, rungs, plans = load_ladder(options.file)
-        goal = row_of(target, plan(resolve_auto(target.profile)))
     if options.action == "run":
         require_startable(rungs)
         start = call_flow("flows.experiments.ladder:ladder", options.file, options.store, options.target)
         return run_flow(options, target.profile, described.name, start, print_ladder)
+    with _planning(options.file):
+        goal = row_of(target, plan(resolve_auto(target.profile)))
     rows = [row_of(rung, planned) for rung, planned in zip(rungs, plans, strict=True)]
     total = total_of(rows, "all rungs")
     warnings = warnings_of(target, rungs)

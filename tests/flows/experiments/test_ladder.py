@@ -217,7 +217,7 @@ def test_a_bad_ladder_is_rejected_before_any_work(profile, tmp_path, capsys, cha
     assert says in capsys.readouterr().err
 
 
-def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys):
+def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys, monkeypatch):
     assert main(["ladder", "plan", str(write_ladder(tmp_path, profile)), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rung["steps"] for rung in found["rungs"]] == [1, 2, 2, 5, 8]
@@ -228,3 +228,9 @@ def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys):
     changed = write_ladder(tmp_path, profile, batch_exponent=0.5, overrides=automatic)
     assert main(["ladder", "plan", str(changed)]) == 0
     assert "\nh24-l1-t0.08 " in capsys.readouterr().out
+
+    # Rungs are trained also where the target cannot be planned: its device is elsewhere.
+    elsewhere = [*automatic, "cluster.device=cuda"]
+    changed = write_ladder(tmp_path, profile, overrides=elsewhere, rung_overrides=["cluster.device=cpu"])
+    monkeypatch.setattr("flows.cli.experiments.run_flow", lambda *given: 0)
+    assert main(["ladder", "run", str(changed)]) == 0, capsys.readouterr().err
