@@ -73,13 +73,13 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
         store, name, folders = _latest(flow_run.parameters, str(flow_run.id))
         folder = folders[0] if folders else store.run_folder(name).path
         checkpoints = store.run_folder(folder.name).checkpoint_steps()
-        notice = failure_markdown(failure, folder / run_files.LOGS, checkpoints)
+        notice = failure_markdown(state.name, failure, folder / run_files.LOGS, checkpoints)
         Overview(runs.load_profile(folder), folder, flow_run.id).end(notice)
         return
     except Exception as error:
         log.debug("no overview of the run folder: %s", error)
     page = PrefectArtifact("markdown", KEY, "The failure and what to do next", flow_run.id)
-    page.update(lambda: failure_markdown(failure), now=True)
+    page.update(lambda: failure_markdown(state.name, failure), now=True)
 
 
 def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:

@@ -78,14 +78,15 @@ def stop_markdown(message: str) -> str:
 
 
 def failure_markdown(
-    failure: BaseException, logs: Path | None = None, checkpoints: Sequence[int] = ()
+    state: str, failure: BaseException, logs: Path | None = None, checkpoints: Sequence[int] = ()
 ) -> str:
     """The failure's message and what to do next, as Markdown.
 
     Args:
+        state: name of the flow run's final state.
         checkpoints: steps of the complete checkpoints.
     """
-    parts = ["# Failed", f"**What happened:** {escape(str(failure) or type(failure).__name__)}"]
+    parts = [f"# {state}", f"**What happened:** {escape(str(failure) or type(failure).__name__)}"]
     if detail := str(getattr(failure, "detail", "")):
         last_lines = "\n".join(detail.splitlines()[-MAX_DETAIL_LINES:]).replace("```", "'''")
         parts.append(f"```\n{last_lines}\n```")

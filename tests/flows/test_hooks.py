@@ -77,7 +77,7 @@ def test_failed_export_has_an_overview(prefect_server, store):
     with pytest.raises(ProfileError):
         export("nightly-round-1", str(store))
     page = shown("nightly-round-1")["run"]
-    assert page.startswith("# Failed")
+    assert page.startswith("# Rejected")
     assert "no such run in" in page
     assert "All 8 steps are done" in page
 
