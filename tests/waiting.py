@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,14 @@ def until(condition: Callable[[], T], seconds: float = 180, every: float = 0.05)
         time.sleep(max(every, 4 * (now - asked)))
         asked = time.monotonic()
     return result
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; in some containers, nothing reaps it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until_written(*paths: Path) -> None:

@@ -5,10 +5,9 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -51,4 +50,4 @@ def test_job_modules_can_be_forked_and_ranks_that_were_not_started_end_with_torc
         "cuda": 0,
         "thread": 0,
     }
-    until(lambda: not any(psutil.pid_exists(pid) for ranks in found.values() for pid in ranks))
+    until(lambda: all(gone(pid) for ranks in found.values() for pid in ranks))

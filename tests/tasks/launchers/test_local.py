@@ -15,7 +15,7 @@ from profiles.files.jsonl import LogFollower
 from tasks.launchers import Job, JobFailed, base, create, execute, local
 from tasks.launchers.conformance import ModuleJob
 from tasks.launchers.local import MARKER, LocalLauncher
-from tests.waiting import until, until_written
+from tests.waiting import gone, until, until_written
 
 pytestmark = pytest.mark.slow
 
@@ -46,16 +46,24 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def kind() -> type[Job]:
+    """Of jobs with ranks."""
+    return ModuleJob
+
+
+# Ranks are forked, or programs of their own, as on Neuron.
+started_either_way = pytest.mark.parametrize("kind", [ModuleJob, Job], ids=["forked", "own"])
+
+
+@pytest.fixture
+def job(kind, tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(RANKS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PREFECT_API_KEY", "planted")
 
     def make(*arguments: str, processes: int = 2) -> Job:
-        kind = ModuleJob if processes else Job
-        return kind(
-            "work", "ranks", (str(tmp_path), *arguments), tmp_path / "logs", processes=processes, threads=1
-        )
+        given = ("work", "ranks", (str(tmp_path), *arguments), tmp_path / "logs")
+        return (kind if processes else Job)(*given, processes=processes, threads=1)
 
     return make
 
@@ -86,13 +94,11 @@ def pids(folder: Path, *ranks: int | str) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(job, tmp_path, capfd):
+@started_either_way
+def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(job, kind, tmp_path, capfd):
     (tmp_path / "finish").touch()
-    with pytest.raises(JobFailed, match="rank 1 ended with exit code 2") as failure:
+    code = 2 if kind is ModuleJob else 1  # of Python
+    with pytest.raises(JobFailed, match=f"rank 1 ended with exit code {code}") as failure:
         execute(create("local"), job("fail"))
     assert "ValueError: what went wrong" in failure.value.detail
     assert "rank 0" not in failure.value.detail
@@ -133,6 +139,7 @@ def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_
     assert [record.getMessage() for record in caplog.records] == ["stopping work"]
 
 
+@started_either_way
 def test_torchrun_gives_ranks_the_grace_to_save(job, tmp_path):
     launcher = LocalLauncher(grace=1)
     handle = launcher.submit(job("rank-1-ignores-sigterm"))
@@ -167,7 +174,8 @@ def test_job_whose_submission_was_interrupted_is_found_by_the_next_process(job, 
     assert (tmp_path / "saved-alone").exists()
 
 
-def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
+@started_either_way
+def test_ranks_are_killed_when_torchrun_was_killed(job, kind, tmp_path):
     launcher = LocalLauncher()
     handle = launcher.submit(job("all-ignore-sigterm"))
     running = pids(tmp_path)
@@ -176,7 +184,8 @@ def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
     assert {each.laddr.ip for each in sockets} == {"127.0.0.1"}  # other machines cannot reach the rendezvous
     environment = json.loads((tmp_path / "environment-0").read_text())
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert [psutil.Process(pid).name() for pid in running] == ["rank 0", "rank 1"]
+    named = [psutil.Process(pid).name() for pid in running] == ["rank 0", "rank 1"]
+    assert named == (kind is ModuleJob)
     rank.parent().kill()
     until(lambda: not launcher.poll(handle).running)
     assert launcher.poll(handle).exit_code == -signal.SIGKILL
