@@ -12,7 +12,7 @@ round would. Their data is pinned with the small model, so proxies are reused fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -109,16 +109,23 @@ def _propose(
     ]
     artifact = shares.write_proposal(opened, described, target, unmoved, measured)
     document = json_artifacts.read(opened, artifact)
-    if not document["meets"]:
-        log.warning("no share up to %g keeps the old loss within its gate", max(described.shares))
-    elif document["share"] >= max(described.shares):
-        log.warning("the proposed share is the largest of the proxies; add larger ones to shares")
+    if warning := _warning(document, max(described.shares)):
+        log.warning(warning)
     log.info("proposed: continual.replay %g", document["share"])
     result = {"experiment": described.name, "key": artifact.key, **document}
     lines = shares.fitted_lines(document, POINTS)
     path = opened.work_dir / "shares" / f"{described.name}.html"
     page = html.write(path, share_page.render(described, result, lines))
     return {**result, "page": str(page)}
+
+
+def _warning(proposed: Mapping[str, Any], largest: float) -> str:
+    """What to say of a proposal, if anything, when the largest share of a proxy is this."""
+    if not proposed["meets"]:
+        return f"no share up to {largest:g} keeps the old loss within its gate"
+    if proposed["share"] >= largest:
+        return "the proposed share is the largest of the proxies; add larger ones to shares"
+    return ""
 
 
 def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> ProxyData:

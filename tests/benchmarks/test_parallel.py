@@ -10,7 +10,7 @@ import pytest
 from benchmarks import parallel
 from benchmarks.harness import results, timing
 from benchmarks.harness.processes import Measurement, largest_difference
-from benchmarks.rows import report
+from benchmarks.rows import comparisons, report
 from benchmarks.rows.comparisons import Result
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,22 @@ def test_quick_comparison_runs_and_losses_agree(tmp_path, monkeypatch, capsys):
     assert kept == row
     assert f"tensor: {row['status']}, ratio " in printed.err
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
+
+
+@pytest.mark.parametrize("clock", [[], ["--cpu-time"]], ids=["elapsed", "cpu"])
+def test_steps_are_timed_by_the_elapsed_clock_with_two_threads_by_default(tmp_path, monkeypatch, clock):
+    def measure(_, options, *others):
+        given.append(options)
+        return {"ours": [1.0], "peer": [2.0], "difference": 0.0}
+
+    given: list[list[str]] = []
+    monkeypatch.setattr(comparisons, "alternate_scripts", measure)
+    rows = ["--only", "float32", "tensor"]  # one process, and two
+    monkeypatch.setattr(sys, "argv", ["parallel", *rows, *clock, "--out", str(tmp_path / "rows.jsonl")])
+    assert parallel.main() == 0
+    assert ["--cpu-time" in options for options in given] == [bool(clock)] * 2
+    threads = [options[options.index("--threads") + 1] for options in given]
+    assert threads == (["1", "1"] if clock else ["2", "1"])
 
 
 def test_rows_are_kept_when_they_exist_and_none_starts_that_would_end_too_late(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import logging
 import re
 import shlex
 import subprocess
+import textwrap
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import groupby, takewhile
@@ -36,6 +37,7 @@ SOURCES = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks", "
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
+FENCED = re.compile(r"^( *)```.*\n((?s:.*?))^\1```$", re.M)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
 NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
@@ -322,13 +324,12 @@ def check_plan_sample(command: str, sample: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_command_is_in_a_checked_block(page):
-    fenced, unchecked = False, []
-    for line in BLOCK.sub("", page.read_text()).splitlines():
-        if line.strip().startswith("```"):
-            fenced = not fenced
-        elif fenced != line.startswith("    ") and COMMAND.match(line.strip()):  # output may suggest some
-            unchecked.append(line)
-    assert not unchecked
+    text = BLOCK.sub("", page.read_text())
+    fenced = [textwrap.dedent(block) for _, block in FENCED.findall(text)]
+    # Output may suggest some, further indented than its other lines.
+    unchecked = [line for block in fenced for line in block.splitlines() if COMMAND.match(line)]
+    indented = [line.strip() for line in FENCED.sub("", text).splitlines() if line.startswith("    ")]
+    assert unchecked + [line for line in indented if COMMAND.match(line)] == []
 
 
 def anchors(page: Path) -> set[str]:

@@ -115,7 +115,9 @@ CASES = {
         "llama completep", data=2, pipeline=2, tensor=2, sharding="fsdp"
     ),
     "fsdp 2, pipeline 2, zero bubble": Case(data=2, pipeline=2, schedule="zero_bubble", sharding="fsdp"),
-    "fsdp 2, gathered in the graph": Case(data=2, sharding="fsdp", in_graph=True, recompute="full"),
+    "fsdp 4, context 2, gathered in the graph": Case(
+        data=2, context=2, sharding="fsdp", in_graph=True, recompute="full"
+    ),
     "hsdp 2 x 2, gathered in the graph, tied": Case(
         "llama tied", data=4, sharding="fsdp", shard_degree=2, in_graph=True
     ),

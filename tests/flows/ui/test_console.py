@@ -110,7 +110,7 @@ def test_only_long_waits_are_shown(monkeypatch, capsys, longest):
     monkeypatch.setattr(console, "SHORT_WAIT", longest)
     with console.waiting(lambda: "loading"):
         pass
-    assert ("loading  0.0 s" in capsys.readouterr().err) == (not longest)
+    assert ("loading" in capsys.readouterr().err) == (not longest)
 
 
 def test_bar_of_a_step_that_is_done_is_complete(monkeypatch):
