@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.processes import training_ranks
 from flows.cli import deployments as registry
 from flows.cli import up as up_command
 from flows.cli.deployments import listed, query
@@ -222,9 +223,10 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     states = {each["name"]: each["state_type"] for each in ask(f"{api}/flow_runs/filter")}
     assert states["outlasting"] == "RUNNING"
 
-    for process in started.processes():
-        if "RANK" in process.environ():
-            process.suspend()
+    ranks = training_ranks(tmp_path / "store/runs/outlasting")
+    assert ranks
+    for process in ranks:
+        process.suspend()
     os.killpg(started.process.pid, signal.SIGINT)
     while not started.process.stderr.readline().startswith("stopping"):
         assert started.process.poll() is None
