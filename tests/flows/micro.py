@@ -163,10 +163,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def shown(name: str) -> dict[str, str]:
-    """Artifacts of the latest flow run of this name in Prefect's UI, by key."""
+    """Artifacts of the latest flow run of this name in Prefect's UI, by key, once they are sent."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
+    from flows.ui import artifacts
+
+    artifacts._sender.flush(60)  # a flow waits less
     with get_client(sync_client=True) as client:
         within = FlowRunFilter(id=FlowRunFilterId(any_=[_newest(client, name).id]))
         return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
