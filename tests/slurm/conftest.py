@@ -74,7 +74,9 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """Training processes by rank."""
-        return training_ranks(self.folder)
+        found = training_ranks(self.folder)
+        assert len(found) == self.profile.world_size
+        return found
 
     def at_step(self, step: int, act) -> threading.Thread:
         """Call `act` in a thread once `step` steps are complete; `train` polls too slowly for short runs."""

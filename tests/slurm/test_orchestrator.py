@@ -107,6 +107,7 @@ def test_command_reattaches_to_the_job_of_a_killed_worker_and_completes_despite_
     patient = ("train.steps=300", "cluster.hang_seconds=600")
     folder, flow_run = deploy(*patient)
     training = training_ranks(folder)
+    assert len(training) == 1
     for process in training:  # so that training outlasts the start of the command
         process.suspend()
     (job,) = cluster.jobs()
