@@ -86,8 +86,9 @@ def run_steps(run: Path, dataset: Path) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets by rule; the programs in the cache; operators outside compiled programs after the last
-        step was queued, when a checkpoint may be saved; number of programs that were traced to compare them with the manifest.
+        number of the optimizer's buckets by rule; the programs in the cache; operators outside compiled programs before those
+        steps, and after the last was queued, when a checkpoint may be saved; number of programs that were traced to compare them
+        with the manifest.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
@@ -95,15 +96,14 @@ def run_steps(run: Path, dataset: Path) -> object:
 
     def queue(training: train.TrainingRun) -> None:
         if training.step == 2:
-            usage.take()
+            before.update(usage.take().get(usage.EAGER, {}))
         queue_step(training)
         if training.step == training.settings.steps:
             used.update(usage.take())
-
             buckets.update(type(bucket.rule).__name__ for bucket in training.optimizer.buckets)
 
     used: dict[str, Any] = {}
-    buckets = Counter[str]()
+    buckets, before = Counter[str](), Counter[str]()
     with (
         few_new_tokens(),
         mock.patch.object(train.TrainingRun, "_queue_step", queue),
@@ -113,7 +113,8 @@ def run_steps(run: Path, dataset: Path) -> object:
     after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
     programs = neffs(run / "graphs")
-    return {"buckets": buckets, "programs": programs, "after": after_last_step, "traced": traced.call_count}
+    outside = {"before": before, "after": after_last_step}
+    return {"buckets": buckets, "programs": programs, "traced": traced.call_count, **outside}
 
 
 def compile_ahead(run: Path, dataset: Path) -> object:
@@ -209,14 +210,19 @@ def check_devices(run: Path, dataset: Path) -> object:
         if not dist.is_initialized():
             start(self, *arguments, **options)
 
+    def at_least_a_second(*arguments: Any) -> float:
+        """A product that keeps the device busy while calls are queued; thousands of short ones would as well."""
+        measured = seconds(*arguments)
+        assert measured > 0
+        return max(1.0, measured)
+
     with (
         mock.patch.object(kind, "start_process_group", start_once),
         mock.patch.object(checks, "_elements", return_value=1 << 10),
         mock.patch.object(checks, "STEPS", 2),  # the second loss depends on an update
         mock.patch.object(measure, "BUSY", 64),
         mock.patch.object(measure, "ROUNDS", 1),
-        # So long a product keeps the device busy while calls are queued; thousands of short ones would as well.
-        mock.patch.object(measure, "_seconds", lambda *arguments: max(1.0, seconds(*arguments))),
+        mock.patch.object(measure, "_seconds", at_least_a_second),
         mock.patch.object(measure.fastest, "__defaults__", (2,)),  # calls that are queued
     ):
         first = os.environ["RANK"] == "0"

@@ -1,6 +1,7 @@
 """Training on an emulated accelerator (no hardware): the CPU's losses, one host sync per step."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,25 @@ SETUP = {
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
     "parallel/optimizer/replicas.py:_checksum_weights",
     "parallel/optimizer/sharded_adamw.py:_chosen",
+}
+# Those that further run operators before it.
+BUILD = {
+    "modeling/models/families/gpt.py:Attention.__init__",
+    "modeling/models/families/gpt.py:MLP.__init__",
+    "modeling/models/lora.py:_update",
+    "parallel/attention/maxima.py:ScoreMaxima.__init__",
+    "parallel/initialization.py:Constant.fill",
+    "parallel/initialization.py:initialize",
+    "parallel/layers/lora.py:keep_sections_apart",
+    "parallel/optimizer/buckets.py:Bucket._allocate_states",
+    "parallel/optimizer/buckets.py:Bucket._hold",
+    "parallel/optimizer/replicas.py:ReplicaCheck.__init__",
+    "parallel/optimizer/sharded_adamw.py:ShardedAdamW.__init__",
+}
+# Of what torch's all-reduce reads, which need no program.
+COPIES = {
+    "parallel/collectives.py:PendingAllReduce.__init__ copy_",
+    "parallel/collectives.py:all_reduce_max copy_",
 }
 # Pipelines agree once, before their first pass, that their shapes are known.
 AGREEMENT = {"parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote"}
@@ -226,7 +246,7 @@ def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
     }
     for name in (TENSOR, USERS):
         entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
-    entries[TENSOR]["calls"].append("evaluate")
+        entries[name]["calls"].append("evaluate")
     entries[SHARDED_ADAPTERS]["weights"] = base_weights(cpu_runs)
     entries = compiled_ahead | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
@@ -281,11 +301,7 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
     assert (found.get("clipped_heads 1", 0) > 0) == (CLIP in settings)
     for rank in range(4 if name == HSDP else 2):
         outside = training(run, rank).get(usage.EAGER, {})
-        copies = {
-            f"parallel/collectives.py:{function} copy_"
-            for function in ("PendingAllReduce.__init__", "all_reduce_max")
-        }
-        assert set(outside) <= copies
+        assert set(outside) <= COPIES
         assert usage.BLOCKING_UPLOAD not in training(run, rank)
         assert training(run, rank)[usage.HOST_READ] == {"parallel/device.py:Download.wait event": steps}
         call = calls(run, rank)[0]
@@ -296,7 +312,7 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         for function in ("accelerate", "place"):
             assert programs.get(f"parallel/optimizer/muon.py:{function}", 0) == steps * matrices
         # Saves a checkpoint, in runs that do.
-        assert set(call["returned"]["after"]) <= copies
+        assert set(call["returned"]["after"]) <= COPIES
         # The device reads its settings once: the cache of compiled programs must be set before it is used.
         cache = run / "graphs" / ("ahead" if name in COMPILED else f"own-{torch.__version__}")
         assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(cache)}
@@ -317,19 +333,20 @@ def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it
     assert not (run / "events.jsonl").exists()
 
 
-def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(compiled_runs):
-    """And no program that was not compiled ahead; with a user's metric."""
-    evaluated, (compiled,) = calls(compiled_runs[TENSOR])[1], calls(compiled_runs[ahead(TENSOR)])
+@pytest.mark.parametrize("name", [TENSOR, USERS])
+def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(name, compiled_runs):
+    """And no program that was not compiled ahead; with a user's metric, and with a user's loss."""
+    evaluated, (compiled,) = calls(compiled_runs[name])[1], calls(compiled_runs[ahead(name)])
     assert evaluated["returned"] == compiled["returned"]
-    used = evaluated["usage"]
-    assert {site.split()[0] for site in used[usage.EAGER]} <= SETUP | {
-        "parallel/attention/maxima.py:ScoreMaxima.__init__",
-        "parallel/initialization.py:Constant.fill",
-        "parallel/initialization.py:initialize",
-        "parallel/optimizer/buckets.py:Bucket._allocate_states",
-        "parallel/optimizer/buckets.py:Bucket._hold",
-        "parallel/optimizer/sharded_adamw.py:ShardedAdamW.__init__",
-    }
+    assert functions(evaluated["usage"][usage.EAGER]) <= SETUP | BUILD
+
+
+def test_compiled_evaluation_before_training_runs_no_operator_outside_compiled_programs(compiled_runs):
+    """Of the weights that adapters are trained on, without a metric."""
+    assert "validation_loss" in micro.metrics(compiled_runs[SHARDED_ADAPTERS])[0]
+    for rank in range(2):
+        before = calls(compiled_runs[SHARDED_ADAPTERS], rank)[0]["returned"]["before"]
+        assert functions(before.keys() - COPIES) <= SETUP | BUILD
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
@@ -393,7 +410,12 @@ def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, r
 
 def blocking_functions(used: dict[str, dict[str, int]]) -> set[str]:
     """Functions, with their files, whose copies to the device make the host wait."""
-    return {site.split()[0] for site in used[usage.BLOCKING_UPLOAD]}
+    return functions(used[usage.BLOCKING_UPLOAD])
+
+
+def functions(sites: Iterable[str]) -> set[str]:
+    """The functions, with their files, of call sites."""
+    return {site.split()[0] for site in sites}
 
 
 def test_every_process_group_is_used_and_has_the_timeout_of_the_run(runs, larger_runs):
