@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -161,10 +162,11 @@ def test_graphs_key_of_experts_depends_on_whether_samples_have_padding():
 def test_name_and_schedule_change_training_keys_but_not_the_identity():
     assert identity(name="other") == identity()
     train, longer = resolve.load(PAIR).train, resolve.load(PAIR, ["train.steps=301"]).train
-    for step in (keys.training, keys.evaluation, keys.export):
+    evaluation = partial(keys.evaluation, settings=resolve.load(PAIR).evaluate)
+    for step in (keys.training, evaluation, keys.export):
         runs = [("tiny", "i", train), ("other", "i", train), ("tiny", "j", train), ("tiny", "i", longer)]
         assert len({step(*run) for run in runs}) == 4
-    assert len({step("tiny", "i", train) for step in (keys.training, keys.evaluation, keys.export)}) == 3
+    assert len({step("tiny", "i", train) for step in (keys.training, evaluation, keys.export)}) == 3
 
 
 NEURON = ["cluster.threads=1", "cluster.device=neuron", "compile.enabled=false"]
