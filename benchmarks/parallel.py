@@ -110,7 +110,7 @@ def main() -> int:
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]
     elapsed = [item.name for item in comparisons if not isinstance(item, TrainingComparison) or item.update]
     if options.cpu_time and options.only and elapsed:
-        parser.error(f"--cpu-time: not measured for {', '.join(elapsed)}, which are not whole training steps")
+        parser.error(f"--cpu-time: measures whole training steps only, not {', '.join(elapsed)}")
     comparisons = [item for item in comparisons if not options.cpu_time or item.name not in elapsed]
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
         schedule = Schedule(options.rounds, 3, STEPS, graphs, options.cpu_time)

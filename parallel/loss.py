@@ -281,7 +281,7 @@ def chunk_loss(
             gradients.copy_(grad_logits.mul_(_factors(targets, weights, grad_logits)))
         else:
             grad_x, grad_weight = gradients
-            grad_logits = grad_logits.to(weight.dtype)  # the name's float32 tensor is free for the products
+            grad_logits = grad_logits.to(weight.dtype)  # frees the float32 gradient before the products
             # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
             factors = _factors(targets, weights, x)
             torch.mul(multiply(grad_logits, weight), factors, out=grad_x)

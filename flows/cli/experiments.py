@@ -43,7 +43,7 @@ def ladder(options: argparse.Namespace) -> int:
     with _planning(options.file):
         described, target, rungs, plans = load_ladder(options.file)
     if options.action == "run":
-        require_startable(rungs)
+        require_startable([*rungs, target] if options.target else rungs)
         start = call_flow("flows.experiments.ladder:ladder", options.file, options.store, options.target)
         return run_flow(options, target.profile, described.name, start, print_ladder)
     with _planning(options.file):

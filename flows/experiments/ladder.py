@@ -40,7 +40,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         target: Also train the target, once the forecast is in the store.
     """
     described, goal, rungs, _ = load_ladder(file)
-    require_startable(rungs)
+    require_startable([*rungs, goal] if target else rungs)
     for warning in warnings_of(goal, rungs):
         log.warning("warning: %s", warning)
     opened = open_store(store, goal.profile.cluster.work_dir or "store")

@@ -74,7 +74,7 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
         steps = yaml_text.parse_sections(run.read(run_files.PROFILE) or b"", ["train"])["train"]["steps"]
     except (ValueError, LookupError, TypeError) as error:
         location = store.backend.location(f"runs/{name}/{run_files.PROFILE}")
-        raise ProfileError("profile", location, "cannot be read; restore or correct it") from error
+        raise ProfileError("profile", location, f"cannot be read; restore or correct it: {error}") from error
     if steps not in run.checkpoint_steps():
         return None  # exported before training finished
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])

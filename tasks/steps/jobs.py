@@ -27,6 +27,7 @@ HARMLESS = re.compile(
 )
 # The message that a rank logs before the traceback of the error that ends it (exit_codes.code_of, call_on_leader).
 FAILURE = re.compile(r"(?:rank 0 )?failed|rejected|out of memory")
+TRACEBACK = "Traceback (most recent call last)"
 log = logging.getLogger(__name__)
 
 
@@ -112,6 +113,7 @@ class LogForwarder:
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
         self._failed = False
+        self._held = ""  # a line that may begin the error
 
     def forward(self) -> None:
         """Forward new lines; call it several times a second."""
@@ -123,9 +125,19 @@ class LogForwarder:
             if text == line:
                 self._failed = self._failed and not START.match(line)
                 continue
-            self._failed = self._failed or bool(FAILURE.fullmatch(text))
-            if self._failed or text.startswith("step ") or HARMLESS.search(text):
+            held, self._held = self._held, ""
+            self._failed = self._failed or (held != "" and text.startswith(TRACEBACK))
+            if self._failed:
                 continue
+            if held:  # a user's code prints such lines, too
+                self._forward(held)
+            if FAILURE.fullmatch(text):
+                self._held = text
+            else:
+                self._forward(text)
+
+    def _forward(self, text: str) -> None:
+        if not text.startswith("step ") and not HARMLESS.search(text):
             if text.startswith(job_log.WARNING) or "Warning: " in text:  # ours, or one of Python's
                 log.warning("%s", text)
             elif self._credit >= 1:

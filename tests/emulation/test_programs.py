@@ -86,7 +86,7 @@ SETUP = {
     "parallel/optimizer/replicas.py:_checksum_weights",
     "parallel/optimizer/sharded_adamw.py:_chosen",
 }
-# Those that further run operators before it.
+# Further ones, before it.
 BUILD = {
     "modeling/models/families/gpt.py:Attention.__init__",
     "modeling/models/families/gpt.py:MLP.__init__",
@@ -346,6 +346,7 @@ def test_compiled_evaluation_before_training_runs_no_operator_outside_compiled_p
     assert "validation_loss" in micro.metrics(compiled_runs[SHARDED_ADAPTERS])[0]
     for rank in range(2):
         before = calls(compiled_runs[SHARDED_ADAPTERS], rank)[0]["returned"]["before"]
+        assert before
         assert functions(before.keys() - COPIES) <= SETUP | BUILD
 
 

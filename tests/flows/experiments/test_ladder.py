@@ -234,3 +234,5 @@ def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys, monk
     changed = write_ladder(tmp_path, profile, overrides=elsewhere, rung_overrides=["cluster.device=cpu"])
     monkeypatch.setattr("flows.cli.experiments.run_flow", lambda *given: 0)
     assert main(["ladder", "run", str(changed)]) == 0, capsys.readouterr().err
+    assert main(["ladder", "run", str(changed), "--target"]) == 2
+    assert "cuda" in capsys.readouterr().err

@@ -57,6 +57,7 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
         file.write(f"[rank 0] [W1129 12:15:49.432635886 socket.cpp:207] {nameless}\n")
         thread = ("Exception in thread writer:", TRACEBACK, '  File "writer.py"', "OSError: disk full")
         file.writelines(f"[rank 0] {line}\n" for line in thread)  # does not end the job
+        file.write("[rank 0] failed\n[rank 0] retried\n")  # a user's function prints that
         failure = (
             *("failed", TRACEBACK, '  File "loss.py"', "AcceleratorError: CUDA error", "Compile with"),
             *("", "The above exception was the direct cause of the following exception:", "", TRACEBACK),
@@ -68,7 +69,7 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
         file.write("[rank 0] UserWarning: look at this\n[rank 0] half a li")
     forwarder.forward()
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[:6] == ["resumed from step 40", *thread, "chatter 0"]
+    assert messages[:8] == ["resumed from step 40", *thread, "failed", "retried", "chatter 0"]
     assert messages[-1] == "UserWarning: look at this"
     assert caplog.records[-1].levelno == logging.WARNING
     assert len(messages) < 20
