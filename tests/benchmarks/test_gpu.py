@@ -59,6 +59,19 @@ def fail():
     raise RuntimeError("not started")
 
 
+class HangingScript(processes.Script):
+    def command(self, arguments):
+        return ["sh", "-c", "seq 99 >&2; exec sleep 600"]
+
+
+def test_last_lines_of_a_script_that_times_out_are_in_its_error():
+    with pytest.raises(processes.ScriptError) as raised:
+        processes.run_script(HangingScript("operators.kernels"), timeout=1)
+    message, *lines = str(raised.value).splitlines()
+    assert message == "operators.kernels: timed out after 1 s"
+    assert lines == [str(number) for number in range(70, 100)]
+
+
 @pytest.mark.parametrize("kernel", ["attention", "documents", "adamw"])
 def test_kernels_agree_with_the_library(kernel):
     make, (ours, library, *_) = kernels.KERNELS[kernel]
