@@ -51,11 +51,12 @@ class ProfileError(ValueError):
         return f"{subject}: {self.reason}{nearest}{also}"
 
     def within(self, section: str) -> ProfileError:
-        """The same error with its key prefixed by a section."""
-        return ProfileError(f"{section}.{self.key}", self.value, self.reason, self.choices)
+        """The same error, and those along with it, with their keys prefixed by a section."""
+        others = [other.within(section) for other in self.others]
+        return ProfileError(f"{section}.{self.key}", self.value, self.reason, self.choices, others)
 
     def with_choices(self, choices: Sequence[Any]) -> ProfileError:
-        """The same error with other choices."""
+        """The same error with other choices, without those along with it."""
         return ProfileError(self.key, self.value, self.reason, choices)
 
     def along_with(self, others: Sequence[ProfileError]) -> ProfileError:

@@ -196,6 +196,10 @@ def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path
         ({"branch": []}, "branch = []: there is no such key at the top level; nearest valid: branches"),
         ({"branches": [{"step": 5}]}, "branches.0.step = 5: is not a multiple of every = 2"),
         ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: step 1 is within the warm-up"),
+        (
+            {"branches": [{**LONG, "overrides": ["train.seed=-1", "train.weight_decay=-1"]}]},
+            ";\nalso branches.0.train.",
+        ),
         ({"branches": [LONG, LONG]}, "branches.1 = stable-6-4: is listed twice"),
         (
             {"overrides": MIXED, "branches": [{**LONG, "overrides": ["data.sources.0.weight=3"]}]},
