@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu_lease.start import ONE_DEVICE, is_older
 from benchmarks.harness import results
-from benchmarks.harness.processes import Measurement, Script, measure_script
+from benchmarks.harness.processes import GRACE, Measurement, Script, measure_script
 
 REHEARSAL = "a rehearsal on the CPU"  # in place of a card
 START = "gpu_lease.start"
@@ -67,7 +67,8 @@ class Machine:
             given = [*TORCHRUN, str(ranks), "-m", f"benchmarks.{START}", ONE_DEVICE, *given]
             variables |= SHARED | ({"LD_PRELOAD": str(self.nccl)} if self.nccl else {})
         script = Script(START, tuple(given), device=self.device, variables=variables)
-        return measure_script(script, timeout=min(limit * (SLOWER if self.rehearse else 1), self.left))
+        left = self.left - (GRACE if ranks > 1 else 0)  # within which torchrun ends ranks that hang
+        return measure_script(script, timeout=min(limit * (SLOWER if self.rehearse else 1), left))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_lease.lease import Machine, Row
-from benchmarks.harness.processes import Measurement, largest_difference
+from benchmarks.harness.processes import GRACE, Measurement, largest_difference
 from benchmarks.rows.checks import MarkedTests
 from benchmarks.training_steps import ours
 from modeling.models.flops import flops_per_token
@@ -106,7 +106,7 @@ def device_tests(machine: Machine) -> Figures:
     """The tests that need a GPU; a rehearsal runs one file of them, whose tests are skipped."""
     few = ("tests/parallel/attention/test_attention.py",)
     paths = few if machine.rehearse else ("tests/parallel", "tests/modeling")
-    proof = MarkedTests(paths, machine.device).run(None, lambda _: None)
+    proof = MarkedTests(paths, machine.device, timeout=machine.left).run(None, lambda _: None)
     if proof.failure:
         raise RuntimeError(f"{proof.counted}: {proof.failure}")
     return {"counted": proof.counted}
@@ -121,7 +121,7 @@ ROWS: tuple[Row, ...] = (
     train("1b-deterministic", "1b", "--deterministic"),
     train("1b", "1b"),
     *(
-        Row(f"ranks-{name}", 40, partial(ranks, count=count, options=options))
+        Row(f"ranks-{name}", 40 + GRACE, partial(ranks, count=count, options=options))
         for name, (count, options) in RANKS.items()
     ),
     train("8b-layers-deterministic", "8b-layers", "--deterministic"),

@@ -82,10 +82,12 @@ class MarkedTests:
 
     Attributes:
         paths: test folders or files in the repository.
+        timeout: seconds for all of them.
     """
 
     paths: tuple[str, ...] = ("tests",)
     device: str = "cuda"
+    timeout: float = TIMEOUT
     name: str = "cuda-tests"
     title: str = "tests that need a GPU"
     against: str = "pytest -m cuda"
@@ -105,10 +107,10 @@ class MarkedTests:
             try:
                 environment = isolation.environment(self.device)
                 ran = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=self.timeout
                 )
             except subprocess.TimeoutExpired:
-                return self._result("none finished", f"timed out after {TIMEOUT} s")
+                return self._result("none finished", f"timed out after {self.timeout:.0f} s")
             if not report.exists():
                 return self._result("none ran", "\n".join((ran.stdout + ran.stderr).splitlines()[-30:]))
             cases = [*ElementTree.parse(report).iter("testcase")]

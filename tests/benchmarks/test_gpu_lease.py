@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_lease import lease, rows, slim_nccl, start, tables
-from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.processes import GRACE, ScriptError
 from benchmarks.harness.results import read
 from tests.waiting import until
 
@@ -68,6 +68,15 @@ def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again
     monkeypatch.setattr(lease, "describe", lambda machine: {"card": "NVIDIA H200"})
     lease.run(chosen[2:], machine, out)  # what another card did, such as a rehearsal, does not count
     assert capsys.readouterr().out == "good: ms 1\n"
+
+
+def test_hung_ranks_are_ended_before_the_deadline(tmp_path, monkeypatch):
+    timeouts = []
+    monkeypatch.setattr(lease, "measure_script", lambda script, timeout: timeouts.append(timeout))
+    machine = lease.Machine(True, time.monotonic() + 60, tmp_path)
+    for ranks in (1, 2):
+        machine.run(rows.OURS, limit=90, ranks=ranks)
+    assert timeouts == pytest.approx([60, 60 - GRACE], abs=5)
 
 
 def test_most_valuable_rows_come_first():
