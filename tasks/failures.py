@@ -1,8 +1,8 @@
 """Classifies failed jobs: whether to retry, and what to change if a retry would fail again.
 
 Job modules report the cause by exit code (profiles/files/exit_codes.py); running out of memory is also recognised by the
-system's messages. Everything else, such as a rank killed by SIGKILL without such a message, counts as a failure of the machines
-and is retried, as often as RetryBudget (tasks/steps/training.py) allows.
+system's messages (tasks/launchers/causes.py). Everything else, such as a rank killed by SIGKILL without such a message,
+counts as a failure of the machines and is retried, as often as RetryBudget (tasks/steps/training.py) allows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ because it decides which kernels run: `<accelerator>-deterministic.json` and `<a
     products    FLOP/s of matrix products and attention by shape; the nearest shape in log space is used
     others      bytes/s of a layer's other operators, such that the total time of a layer is reproduced
     memory      bytes/s that AdamW's update reads and writes
-    links       bytes/s that one device sends in collectives, by level (levels.py)
+    links       bytes/s that one device sends in collectives, by level (links.py)
 """
 
 from __future__ import annotations

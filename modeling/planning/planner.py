@@ -26,7 +26,7 @@ from modeling.models.build import DTYPES, device_of, partition_layers
 from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
 from modeling.planning.efficiency import OURS, Software
-from modeling.planning.levels import level
+from modeling.planning.links import level
 from modeling.planning.memory import PlannedBucket, weight_passes
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
 from modeling.planning.step_time import Estimate, StagePlan, beside_experts, estimate, layer_speed

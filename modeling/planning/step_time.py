@@ -6,7 +6,7 @@
               memory bandwidth + (FLOPs of its update, with Muon) / rate
 
 `rate` is measured by shape (calibration.py) or assumed (efficiency.py), the bandwidth is that of a group's slowest links
-(levels.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
+(links.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
 gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the step's last
 microbatch and the forward of the next step's first one, a ring's messages overlap with attention, sequence parallelism's
 exchanges, apart from a chunk of each, with products (parallel/layers/overlap.py), and exchanges with experts as `beside_experts`
@@ -24,7 +24,7 @@ from modeling.models.build import DTYPES, device_of, overlap_chunks
 from modeling.models.flops import flops_per_token
 from modeling.planning import calibration, efficiency
 from modeling.planning.efficiency import CONTENTION, OURS, Software, exposed, sent_share
-from modeling.planning.levels import bandwidth, level
+from modeling.planning.links import bandwidth, level
 from modeling.planning.stage_costs import LayerCosts
 from parallel.layers.overlap import count_chunks
 from parallel.mesh import Axis

@@ -20,7 +20,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.step import Context
-from tasks.steps import generation
+from tasks.steps import inference_files
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import copy_tokenizer
 from tasks.store.artifacts import Artifact
@@ -86,7 +86,7 @@ class AverageStep(EvaluationStep):
         store, profile = context.store, context.profile
         initial = read_inputs(context.run_folder).get("checkpoint")
         weights = store.artifacts.find(CheckpointStep.id(initial), hash_limit=0) if initial else None
-        given = generation.of_weights(weights)
+        given = inference_files.of_weights(weights)
         copy_tokenizer(store, self.tokenizer, staging / MODEL, profile, self.dataset.key, given)
         summary["members"] = [f"{run}@{step}" for run, step in self.members]
 

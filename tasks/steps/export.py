@@ -16,7 +16,7 @@ from tasks.failures import FatalError
 from tasks.inputs import EXPORT
 from tasks.reporting.format import format_bytes
 from tasks.step import Context, Step
-from tasks.steps import generation
+from tasks.steps import inference_files
 from tasks.steps.dataset import DatasetStep
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
@@ -116,7 +116,7 @@ def write_model(
         else:
             convert(local, folder, Options("hf"), replace=True)
     dataset = read_inputs(context.run_folder)["dataset"]
-    given = generation.of_weights(weights) if generation_config is None else generation_config
+    given = inference_files.of_weights(weights) if generation_config is None else generation_config
     copy_tokenizer(store, tokenizer, folder, context.profile, dataset, given)
     (folder / RECORD).unlink()
 
@@ -145,8 +145,8 @@ def copy_tokenizer(
             (folder / file.name).write_bytes(state_files.contents(file))
     loaded, stops = load(source), []
     if profile is not None and profile.objective.traits.reads_records:
-        stops = generation.install_template(folder, _trained_template(store, profile, dataset), loaded)
-    ids, config = generation.configs(source, loaded, generation_config or {}, stops)
+        stops = inference_files.install_template(folder, _trained_template(store, profile, dataset), loaded)
+    ids, config = inference_files.configs(source, loaded, generation_config or {}, stops)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(state_files.contents(path)), **ids}, indent=1))
     if stops and config["pad_token_id"] is None:

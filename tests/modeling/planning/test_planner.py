@@ -13,7 +13,7 @@ from modeling.models.build import layer_modes
 from modeling.planning import calibration, planner
 from modeling.planning.auto import TOLERANCE, resolve_auto
 from modeling.planning.calibration import Calibration
-from modeling.planning.levels import bandwidth
+from modeling.planning.links import bandwidth
 from modeling.planning.measure import FP8, ROUNDS, calibrate
 from modeling.planning.memory import choice_bytes
 from modeling.planning.planner import fits, require_fit

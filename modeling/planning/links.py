@@ -1,4 +1,4 @@
-"""Levels of a cluster's network: over which links the ranks of a mesh axis communicate, and how fast.
+"""A cluster's links by level: over which the ranks of a mesh axis communicate, and how fast.
 
     chip       ranks on one chip, through its memory: tensor groups
     node       chips of one node, over NeuronLink or NVLink: groups that shard parameters
