@@ -140,7 +140,7 @@ def admit(
         run = runs.recorded_compilation(store, run)
     if command.fork:
         parent = find_parent(store, command.fork, run.name)
-        run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
+        run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights_only", False)
         require_forkable(store, parent, run, replace=replace)
         if not replace:
             require_new_name(store, parent, run.name)

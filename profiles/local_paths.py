@@ -30,13 +30,18 @@ def searched(path: str) -> str:
     return "" if Path(path).is_absolute() else f": {local_path(path)}"
 
 
+def is_resolved(values: Mapping[str, Any]) -> bool:
+    """Whether the program wrote these values: a profile by hand extends another or omits sections."""
+    return "extends" not in values and values.keys() >= SECTIONS
+
+
 def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
     """Make paths that a profile's file sets relative to `folder` relative to the working folder.
 
     Resolved profiles, which the program has written, have paths from the working folder already.
     """
-    resolved = "extends" not in values and (file.name == run_files.PROFILE or values.keys() >= SECTIONS)
-    if resolved or folder.resolve() == Path.cwd():
+    stored = "extends" not in values and file.name == run_files.PROFILE
+    if stored or is_resolved(values) or folder.resolve() == Path.cwd():
         return
 
     def replace(section: Any, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiles import local_paths
+from profiles import local_paths, renamed_keys
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest_files
 from profiles.files import state_files, yaml_text
@@ -171,7 +171,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"is no profile but names one as its target; `trainshed {command} --help` shows how to run it"
         )
         raise ProfileError("profile", str(path), reason)
-    return values
+    return renamed_keys.current(values) if local_paths.is_resolved(values) else values
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Checkpoint(Section):
     """checkpoint to resume from: newest, a step, or none (start from the initial weights again)"""
     on_stop: bool = True
     """save before exiting when stopped by a signal"""
-    weights: bool = False
+    weights_only: bool = False
     """resume only the weights, with a new optimizer and schedule"""
 
 

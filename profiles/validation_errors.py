@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from profiles.errors import FEW, ProfileError
+from profiles.renamed_keys import RENAMED
 from profiles.sections.base import FUNCTION, Section, sections_in
 from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.sections.continual import GATED
@@ -73,6 +74,8 @@ def _unknown_key(key: str, value: Any, root: type[Section]) -> ProfileError:
 
     Choices: similar keys of the section, else keys of this name in other sections, else the section's first keys.
     """
+    if key in RENAMED:
+        return ProfileError(key, value, f"was renamed; use {RENAMED[key]}")
     *path, name = key.split(".")
     parent = ".".join(path)
     prefix = f"{parent}." if parent else ""

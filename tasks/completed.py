@@ -65,7 +65,7 @@ def _is_simple(profile: Profile) -> bool:
         and not profile.fine_tunes
         and profile.train.steps is not None
         and AUTO not in (profile.train.recompute, profile.parallel.keep_gathered)
-        and (profile.checkpoint.resume, profile.checkpoint.weights) == ("newest", False)
+        and (profile.checkpoint.resume, profile.checkpoint.weights_only) == ("newest", False)
         and not profile.tracking.trackers
         and all(source.kind in LOCAL and "://" not in (source.path or "") for source in profile.data.sources)
     )

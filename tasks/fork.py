@@ -114,7 +114,7 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
         "steps": step + steps,
         "epochs": "null",
         "constant_steps": step - train.warmup_steps,
-        "minimum_steps": 0,
+        "minimum_rate_steps": 0,
         "minimum_learning_rate": 0.0,
         "schedule": "linear",
     }

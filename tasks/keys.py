@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from profiles import user_functions
+from profiles import renamed_keys, user_functions
 from profiles.files import state_files
 from profiles.schema import Evaluate, Objective, Profile, Train
 from profiles.sections import families
@@ -308,7 +308,7 @@ def run_identity(
 
 def forecast_target(profile: Profile) -> str:
     """Digest of a forecast's target run: its mathematics and data, without names and topology."""
-    train = _without(NOT_MATHEMATICS, train_values(profile.train))
+    train = renamed_keys.original("train", _without(NOT_MATHEMATICS, train_values(profile.train)))
     sections = {
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
     }
@@ -378,7 +378,9 @@ def export(run: str, identity: str, train: Train, **more: Any) -> str:
 
 
 def _of_run(step: str, run: str, identity: str, train: Train | None, **more: Any) -> str:
-    schedule = train.model_dump(mode="json", include={*SCHEDULE}) if train else None
+    schedule = None
+    if train:
+        schedule = renamed_keys.original("train", train.model_dump(mode="json", include={*SCHEDULE}))
     return digest({"step": step, "run": run, "identity": identity, "schedule": schedule, **more})
 
 

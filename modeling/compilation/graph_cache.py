@@ -193,7 +193,7 @@ class CompileStatistics(RegionBackends):
         return torch.tensor(rows, dtype=torch.float64).flatten()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, int]:
-        """Metrics over all ranks: misses (`cold_compiles`) and hits (`warm_graphs`), in distinct graphs.
+        """Metrics over all ranks: the misses and hits of the graph cache, in distinct graphs.
 
         Ranks that run a program have the same graphs, so a program counts the mean over those ranks; that of misses is rounded
         up, so that a miss on a single rank counts. A graph of a program that the manifest lacks is a miss, wherever it was found.
@@ -206,7 +206,7 @@ class CompileStatistics(RegionBackends):
                 misses, hits = misses + mean, hits + round(found / ranks)
                 # Sums may be of all ranks, or divided by the tensor degree.
                 self._report(name, *(math.ceil(n / ranks - 1e-6) for n in (missed - unknown, unknown)))
-        return {"cold_compiles": misses, "warm_graphs": hits}
+        return {"graph_cache_misses": misses, "graph_cache_hits": hits}
 
     def _report(self, name: str, misses: int, unknown: int) -> None:
         """Note what is new in a program's counts, means over its ranks rounded up.
@@ -240,7 +240,7 @@ class EagerStatistics:
         return torch.zeros(0, dtype=torch.float64)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, int]:
-        return {"cold_compiles": 0, "warm_graphs": 0}
+        return {"graph_cache_misses": 0, "graph_cache_hits": 0}
 
     def take_reasons(self) -> list[str]:
         return []

@@ -224,7 +224,7 @@ def _mixture(target: Profile, share: float, steps: int) -> list[dict[str, Any]]:
 def _phases(train: object, share: float, steps: int) -> dict[str, int]:
     """Steps of the schedule's phases in proportion to the target's, at most `steps` in all."""
     left, phases = steps, {}
-    for name in ("warmup_steps", "constant_steps", "minimum_steps"):
+    for name in ("warmup_steps", "constant_steps", "minimum_rate_steps"):
         given = getattr(train, name)
         phases[name] = min(left, max(round(given * share), 1 if given else 0))
         left -= phases[name]

@@ -20,7 +20,7 @@ def learning_rate(train: Train, step: int) -> float:
     if step <= train.warmup_steps:
         return peak * step / train.warmup_steps
     decayed = step - train.warmup_steps - train.constant_steps
-    decay_steps = train.last_step - train.warmup_steps - train.constant_steps - train.minimum_steps
+    decay_steps = train.last_step - train.warmup_steps - train.constant_steps - train.minimum_rate_steps
     if decayed <= 0:
         return peak
     return _decayed(train, min(1.0, decayed / max(1, decay_steps)))

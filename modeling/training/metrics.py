@@ -43,7 +43,7 @@ GROUPS = {
     "memory": ("memory_bytes",),
     "consumed": ("consumed_samples", "consumed_tokens"),
     "goodput": TOTALS,
-    "graphs": ("cold_compiles", "warm_graphs"),
+    "graphs": ("graph_cache_misses", "graph_cache_hits"),
     "experts": ("balance_loss", "router_z_loss", "expert_load_max", "dropped_choices"),
     "device": (
         "device_utilization",
@@ -55,6 +55,9 @@ GROUPS = {
         "host_cpu_cores",
     ),
 }
+
+# Metrics by their names up to version 0.2.0, as metrics.jsonl of older runs has them.
+RENAMED = {"cold_compiles": "graph_cache_misses", "warm_graphs": "graph_cache_hits"}
 
 
 class MetricsWriter:
@@ -211,9 +214,14 @@ def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
         state_files.append_line(run / run_files.EVENTS, json.dumps(row))
 
 
+def current_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl with current names, also of a run that an earlier version began."""
+    return {RENAMED.get(name, name): value for name, value in row.items()}
+
+
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Tag and value of each number in a row of metrics.jsonl, for TensorBoard and trackers."""
-    for name, value in row.items():
+    for name, value in current_names(row).items():
         if name not in ("step", "time") and isinstance(value, int | float):
             yield tag(name), value
         for suffix, first in LISTS.items():

@@ -299,7 +299,7 @@ def _constant_steps(found: Translation, key: str, value: Any) -> None:
     if steps < asked:
         note = f"exceeds the {left} steps after warm-up: the learning rate is then at its minimum, as in NeMo"
         effect = Effect.DIFFERS
-    found.translate(key, {"train.minimum_steps": steps}, note if steps else "", effect)
+    found.translate(key, {"train.minimum_rate_steps": steps}, note if steps else "", effect)
 
 
 def _schedule_steps(found: Translation, key: str, value: Any) -> None:

@@ -85,14 +85,14 @@ def check_schedule(profile: Profile) -> None:
     if train.steps is None and train.epochs is None:
         raise ProfileError("train.steps", None, "is missing; set train.steps or train.epochs")
     left = train.steps
-    for key in ("warmup_steps", "constant_steps", "minimum_steps") if left is not None else ():
+    for key in ("warmup_steps", "constant_steps", "minimum_rate_steps") if left is not None else ():
         if (length := getattr(train, key)) > left:
             reason = f"exceeds the {left} steps that train.steps {train.steps} leaves for it"
             raise ProfileError(f"train.{key}", length, reason, [left])
         left -= length
-    if train.minimum_steps and train.schedule == "constant":
+    if train.minimum_rate_steps and train.schedule == "constant":
         reason = "has no effect: train.schedule is constant"
-        raise ProfileError("train.minimum_steps", train.minimum_steps, reason, [0])
+        raise ProfileError("train.minimum_rate_steps", train.minimum_rate_steps, reason, [0])
     lowest, peak = train.minimum_learning_rate, train.learning_rate
     if lowest > peak:
         raise ProfileError("train.minimum_learning_rate", lowest, f"is above learning_rate {peak}", [peak])

@@ -36,7 +36,7 @@ class Train(Section):
     """linear warm-up steps"""
     constant_steps: Annotated[Natural, roles.SCHEDULE] = 0
     """steps at the peak after warm-up"""
-    minimum_steps: Annotated[Natural, roles.SCHEDULE] = 0
+    minimum_rate_steps: Annotated[Natural, roles.SCHEDULE] = 0
     """final steps at the minimum learning rate, after the decay (NeMo's constant_steps)"""
     schedule: Annotated[Literal["cosine", "linear", "constant"], roles.SCHEDULE] = "cosine"
     """shape of the decay"""
@@ -105,7 +105,7 @@ class Train(Section):
     """steps after which the weight is train.mtp_later_weight; null: all have the same"""
     mtp_later_weight: Annotated[Rate | None, roles.MULTI_TOKEN] = None
     """weight after train.mtp_steps; null: 0"""
-    replicas_every: Annotated[Natural, roles.SAFEGUARDS] = 100
+    check_replicas_every: Annotated[Natural, roles.SAFEGUARDS] = 100
     """steps between checks that replicas of a weight are equal on all ranks; differences are logged and repaired. 0: only
     before a checkpoint is saved"""
     log_every: Annotated[Count, roles.SAFEGUARDS] = 1

@@ -16,7 +16,7 @@ from tasks.steps import dataset
 from tasks.store.artifacts import Artifact
 
 # Phases of the learning-rate schedule, in order of priority.
-PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
+PHASES = ("warmup_steps", "constant_steps", "minimum_rate_steps")
 DECAY = 0.2  # by default: steps of a trunk's decay as a share of those before it
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ def trunk_of(spec: Branches, store: Store | None = None) -> PlannedRun:
         "train.steps": steps,
         "train.epochs": "null",
         "train.constant_steps": 0,
-        "train.minimum_steps": 0,
+        "train.minimum_rate_steps": 0,
         "checkpoint.every": every,
         "checkpoint.keep_every": every,
     }

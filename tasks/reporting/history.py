@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from modeling.supervision.time_account import usual_step
+from modeling.training.metrics import current_names
 from profiles.files import run_files
 from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.schema import Profile
@@ -25,7 +26,7 @@ MEDIANS = (
     *("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds", "communication_seconds"),
 )
 
-MAXIMA = ("memory_bytes", "cold_compiles")
+MAXIMA = ("memory_bytes", "graph_cache_misses")
 
 
 class History:
@@ -55,7 +56,7 @@ class History:
 
     def update(self) -> None:
         """Read the rows that were added; all rows if training has resumed, since that drops some."""
-        for row in self._follower.rows(is_metrics):
+        for row in map(current_names, self._follower.rows(is_metrics)):
             if "loss" in row:
                 self._add_step(row)
             if "validation_loss" in row:
@@ -123,7 +124,7 @@ class History:
             "mfu": self.median("mfu"),
             "memory_bytes": self.maximum("memory_bytes"),
             "skipped": self._skipped,
-            "cold_compiles": self.maximum("cold_compiles"),
+            "graph_cache_misses": self.maximum("graph_cache_misses"),
         }
 
     def loss_series(self, profile: Profile) -> list[Series]:

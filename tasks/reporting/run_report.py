@@ -364,7 +364,7 @@ def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         "compiled": f"{counted(summary['total'], 'graph')} in {format_duration(summary['seconds'])}{failed}",
         "from the cache": f"{summary['from_cache']:,}",
     }
-    compiled_in_training = facts["measured"]["cold_compiles"]
+    compiled_in_training = facts["measured"]["graph_cache_misses"]
     if compiled_in_training is not None:
         shown["compiled during training"] = f"{compiled_in_training:.0f}"
     programs = [

@@ -8,17 +8,19 @@ import logging
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from modeling.training.learning_rate import same_until
+from modeling.training.recovery.resume import ResumeRequest
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest, format_value
 from profiles.files import run_files, state_files, yaml_text
 from profiles.files.jsonl import LogFollower, is_event, last_row
 from profiles.recompute import AUTO
-from profiles.schema import Checkpoint, Profile, Train
+from profiles.schema import Profile, Train
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
@@ -32,7 +34,6 @@ log = logging.getLogger(__name__)
 
 # Of inputs.json, with their types.
 INPUT_KEYS = {"identity": str, "tokenizer": str | None, "dataset": str | None}
-RESUME = {"resume", "weights"}  # keys of `checkpoint` that request what to resume from
 
 
 class RunExists(ProfileError):
@@ -142,11 +143,15 @@ def _stored_profile(run: RunFolder, *, required: bool = False) -> Profile | None
 
 def reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -> None:
     """Reject a new request to resume a finished run: nothing would be trained."""
-    request, default = (each.model_dump(include=RESUME) for each in (profile.checkpoint, Checkpoint()))
-    if request == default or profile.train.steps is None or latest_checkpoint(run) < profile.train.steps:
+    request = ResumeRequest.of(profile.checkpoint)
+    if (
+        request == ResumeRequest()
+        or profile.train.steps is None
+        or latest_checkpoint(run) < profile.train.steps
+    ):
         return
     applied = state_files.read_json(folder / run_files.RESUMED) or {}
-    if applied.get("request") != request:
+    if applied.get("request") != asdict(request):
         reason = "the run is finished, so it does not resume; start another run from one of its checkpoints"
         choice = f"trainshed fork {run.name}@STEP NAME"
         raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])

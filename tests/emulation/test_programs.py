@@ -22,7 +22,7 @@ STEPS, PASSES = 3, 2  # of an evaluation
 STEPS_OF_TRAINING = ("train", "slow", "steps")
 SETTINGS = (
     *(f"train.steps={STEPS}", "train.spike_factor=2.0", "evaluate.every=3", "checkpoint.every=2"),
-    "train.replicas_every=2",
+    "train.check_replicas_every=2",
     *("model.num_attention_heads=4", "model.num_key_value_heads=2"),
     "model.vocab_size=163",  # so that buckets have gaps
 )
@@ -328,8 +328,8 @@ def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it
         # A region with another variable's name is traced, and has an equal program; the others are in the manifest.
         assert returned["traced"] < len(compiled["returned"]) / 5
     rows = micro.metrics(run)
-    assert {row["cold_compiles"] for row in rows} == {0}
-    assert rows[-1]["warm_graphs"] > 0
+    assert {row["graph_cache_misses"] for row in rows} == {0}
+    assert rows[-1]["graph_cache_hits"] > 0
     assert not (run / "events.jsonl").exists()
 
 

@@ -254,7 +254,7 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
         ),
         (["train.warmup_steps=301"], "train.warmup_steps", 301, "train.steps 300", (300,)),
         (["train.constant_steps=290"], "train.constant_steps", 290, "train.steps 300", (270,)),
-        (["train.minimum_steps=290"], "train.minimum_steps", 290, "train.steps 300", (270,)),
+        (["train.minimum_rate_steps=290"], "train.minimum_rate_steps", 290, "train.steps 300", (270,)),
         (
             ["train.minimum_learning_rate=1.0"],
             *("train.minimum_learning_rate", 1.0, "above learning_rate 0.003", (0.003,)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.renamed_keys import RENAMED
 from profiles.schema import Profile
 from tests.hub import Hub
 
@@ -230,6 +231,7 @@ def test_run_name_replaces_profile_name():
         ("checkpoint.resume=latest", "checkpoint.resume", "latest", "whole number", ("newest", "none")),
         ("train.loss=my_loss", "train.loss", "my_loss", "module:function", ()),
         ("cluster.device=null", "cluster.device", None, "choices", ("cpu", "cuda", "neuron")),
+        *((f"{old}=1", old, 1, f"was renamed; use {new}", ()) for old, new in RENAMED.items()),
     ],
 )
 def test_bad_value_is_rejected_with_key_reason_and_choices(override, key, value, reason, choices):
@@ -374,6 +376,20 @@ def test_dump_and_load_round_trip(tmp_path_factory, changes):
     path.write_text(resolve.dump(profile))
     assert resolve.load(str(path)) == profile
     assert yaml.safe_load(path.read_text())["name"] == "drawn"  # by any other reader too
+
+
+def test_profiles_of_existing_runs_are_read_with_the_former_names_of_their_keys(tmp_path):
+    overrides = ["train.minimum_rate_steps=3", "train.check_replicas_every=7", "checkpoint.weights_only=true"]
+    profile = resolve.load("tiny", overrides)
+    written = resolve.dump(profile)
+    for old, new in RENAMED.items():
+        written = written.replace(f"  {new.partition('.')[2]}: ", f"  {old.partition('.')[2]}: ")
+    assert written != resolve.dump(profile)
+    path = tmp_path / "profile.yaml"
+    path.write_text(written)
+    assert resolve.load(str(path)) == profile
+    path.write_text("{extends: tiny, train: {minimum_steps: 3}}")  # by hand
+    assert "use train.minimum_rate_steps" in rejection(str(path)).reason
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def small(name: str) -> Profile:
         "train.steps": STEPS,
         "train.warmup_steps": 1,
         "train.constant_steps": min(1, full.train.constant_steps),
-        "train.minimum_steps": min(1, full.train.minimum_steps),
+        "train.minimum_rate_steps": min(1, full.train.minimum_rate_steps),
         "train.learning_rate": 3e-3,
         "train.minimum_learning_rate": 0.0,
         "train.global_batch_size": 4,

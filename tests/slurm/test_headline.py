@@ -175,8 +175,8 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
     assert "resumed from step" in log
     assert list(losses(folder)) == list(range(1, STEPS + 1))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert {row["cold_compiles"] for row in rows if "loss" in row} == {0}
-    assert all(row["warm_graphs"] for row in rows if "loss" in row)
+    assert {row["graph_cache_misses"] for row in rows if "loss" in row} == {0}
+    assert all(row["graph_cache_hits"] for row in rows if "loss" in row)
 
     # The export loads, generates and has the evaluated loss.
     (dataset,) = (store / "artifacts/dataset").iterdir()

@@ -120,7 +120,7 @@ def test_other_data_or_weights_change_the_identity():
         "train.micro_batch_size=2",
         "train.balance_coefficient=0.001",  # the default
         "train.recompute=full",
-        "train.replicas_every=10",
+        "train.check_replicas_every=10",
         "train.log_every=10",
         "train.spike_factor=3.0",
         "train.bad_steps=5",
@@ -167,6 +167,13 @@ def test_name_and_schedule_change_training_keys_but_not_the_identity():
         runs = [("tiny", "i", train), ("other", "i", train), ("tiny", "j", train), ("tiny", "i", longer)]
         assert len({step(*run) for run in runs}) == 4
     assert len({step("tiny", "i", train) for step in (keys.training, evaluation, keys.export)}) == 3
+
+
+def test_keys_do_not_change_when_a_key_of_the_profile_is_renamed():
+    """As version 0.2.0 computed them, of which the key was called minimum_steps."""
+    profile = resolve.load("llama3-8b-h200", ["train.minimum_rate_steps=30"])
+    assert keys.training("r", "i", profile.train) == "d9b5b5ae089d0c1babe7aca39c4499c2"
+    assert keys.forecast_target(profile) == "b9d9990ee05fbb7c43e60a73393832e5"
 
 
 NEURON = ["cluster.threads=1", "cluster.device=neuron", "compile.enabled=false"]

@@ -17,6 +17,7 @@ from modeling.models.lora_targets import Layer, layers_of
 from parallel.checkpoint import boxes, locations
 from parallel.checkpoint.reader import Reader
 from parallel.layout import global_name
+from profiles import renamed_keys
 from profiles.schema import Profile
 
 PREFIX = boxes.PREFIX["master"]
@@ -27,7 +28,7 @@ class TrainedAdapters(Adapters):
 
     def __init__(self, folder: Path) -> None:
         about = locations.read_marker(folder)
-        profile = Profile.model_validate(about["profile"])
+        profile = Profile.model_validate(renamed_keys.current(about["profile"]))
         if not profile.lora.rank:
             raise ValueError(f"{folder}: not a checkpoint of LoRA adapters")
         self.model, self._lora, self.base = profile.model, profile.lora, profile.init.from_

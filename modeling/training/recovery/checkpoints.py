@@ -91,8 +91,7 @@ class Checkpoints:
         self._last = False  # whether it is the final one
         self._failures = 0  # consecutive failed saves
         self._has_saved = False  # whether a save succeeded since the run was started
-        settings = self.profile.checkpoint
-        request = ResumeRequest(settings.resume, settings.weights)
+        request = ResumeRequest.of(self.profile.checkpoint)
         self._applied = AppliedRequest(run / run_files.RESUMED, location, request)  # leader only
         # By which the latest attempt claims the location, also from another machine; leader only.
         self._claim = ""
@@ -179,7 +178,7 @@ class Checkpoints:
                 reason = str(error)
                 call_on_leader(self.mesh, lambda: self._quarantine(step, reason))  # noqa: B023
             except checkpoint.OtherOptimizer as error:
-                fresh = "keep train.optimizer, or start fresh states with checkpoint.weights=true"
+                fresh = "keep train.optimizer, or start fresh states with checkpoint.weights_only=true"
                 raise Rejected(f"{error}; {fresh}") from None
             except ValueError as error:
                 raise Rejected(error) from None

@@ -26,7 +26,7 @@ class Replicas:
 
     def __init__(self, trainer: Trainer, optimizer: ShardedAdamW, run: Path) -> None:
         self._trainer, self._optimizer, self._run = trainer, optimizer, run
-        self._every = trainer.profile.train.replicas_every
+        self._every = trainer.profile.train.check_replicas_every
         self._check = ReplicaCheck(optimizer.buckets, trainer.mesh, optimizer.arithmetic)
 
     def count_differing(self, step: int) -> Tensor:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from modeling.training.metrics import checkpoint_completed
 from parallel.checkpoint import locations
 from parallel.checkpoint.locations import Location
 from profiles.files import run_files, state_files
-from profiles.schema import Profile
+from profiles.schema import Checkpoint, Profile
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,14 @@ class Rejected(ValueError):
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What `checkpoint.resume` and `checkpoint.weights` ask for."""
+    """What `checkpoint.resume` and `checkpoint.weights_only` ask for."""
 
     resume: str | int = "newest"
     weights: bool = False
+
+    @classmethod
+    def of(cls, settings: Checkpoint) -> Self:
+        return cls(settings.resume, settings.weights_only)
 
     def step(self, saved: dict[int, Location]) -> int | None:
         """Requested checkpoint's step, None if there is none to use. Raises Rejected if it is not complete."""
@@ -186,8 +190,8 @@ class AppliedRequest:
             return {"saved": True}
         if applied is None:  # applying the request again would repeat all training since
             raise Rejected(
-                f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were applied "
-                "already; remove it to apply them now, or remove these keys to resume from the latest checkpoint"
+                f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights_only were "
+                "applied already; remove it to apply them now, or remove these keys to resume from the latest checkpoint"
             )
         return applied
 

@@ -136,7 +136,7 @@ def test_misses_are_counted_in_distinct_graphs_of_all_ranks(misses, cold):
         statistics.programs = {} if missed is None else {"block, training": (missed, 3, 0)}
         sums = sums + statistics.local_counts()
     for _ in range(2):
-        assert statistics.metrics(sums.tolist()) == {"cold_compiles": cold, "warm_graphs": 3}
+        assert statistics.metrics(sums.tolist()) == {"graph_cache_misses": cold, "graph_cache_hits": 3}
     reason = f"block, training: the cache lacks {cold} graph{'s' * (cold > 1)} that the graphs step compiled"
     assert statistics.take_reasons() == ([reason] if cold else [])  # once
 
@@ -182,7 +182,7 @@ def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_
         with mock.patch.object(manifest, "capture", wraps=capture) as traced:
             compile(function, same)
         assert traced.call_count == traces
-        assert same.metrics(same.local_counts().tolist()) == {"cold_compiles": 0, "warm_graphs": 1}
+        assert same.metrics(same.local_counts().tolist()) == {"graph_cache_misses": 0, "graph_cache_hits": 1}
         assert same.take_reasons() == []
     traced_otherwise = Recorder()  # as by other decompositions
     compile(lambda x: (x + 1) * 3, traced_otherwise)
@@ -190,7 +190,10 @@ def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_
     for cache, known in ((Cache(), ahead), (Cache(empty=True), Manifest(ahead.programs, regions))):
         other = CompileStatistics(cache, ahead=known)
         compile(lambda x: (x + 1) * 3, other)
-        assert other.metrics(other.local_counts().tolist()) == {"cold_compiles": 1, "warm_graphs": 0}
+        assert other.metrics(other.local_counts().tolist()) == {
+            "graph_cache_misses": 1,
+            "graph_cache_hits": 0,
+        }
         (reason,) = other.take_reasons()
         assert reason.startswith(
             "step: differs from the programs that were compiled ahead of time: operator 3 is 'mul "

@@ -5,7 +5,7 @@ import pytest
 from modeling.training.learning_rate import learning_rate
 from profiles import resolve
 
-KEYS = "steps: 100, warmup_steps: 10, minimum_steps: 30, learning_rate: 1.0, minimum_learning_rate: 0.1"
+KEYS = "steps: 100, warmup_steps: 10, minimum_rate_steps: 30, learning_rate: 1.0, minimum_learning_rate: 0.1"
 
 
 @pytest.mark.parametrize(("schedule", "halfway"), [("cosine", 0.55), ("linear", 0.55)])

@@ -48,8 +48,9 @@ def test_only_new_rows_are_read_until_a_resume_drops_some(tmp_path):
         for step, loss, tokens in ((20, 1.0, 500), (30, 3.1, 80), (40, 2.9, 80), (50, 3.0, 80)):
             row = {"step": step, "validation_loss": loss, "validation_tokens": tokens}
             file.write(f"{json.dumps(row)}\n".encode())
-        file.write(b'{"step": 51, "loss": 4.0}\n{"step": 52')
+        file.write(b'{"step": 51, "loss": 4.0, "cold_compiles": 2}\n{"step": 52')
     history.update()
+    assert history.measurements(resolve.load("tiny"))["graph_cache_misses"] == 2  # by its former name
     assert (history.steps, history.last["loss"]) == (51, 4.0)
     assert history.last_evaluation["validation_loss"] == 3.0
     assert history.lowest_evaluation["validation_loss"] == 2.9  # of as many tokens

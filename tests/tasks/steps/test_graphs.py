@@ -209,15 +209,15 @@ def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
 def test_training_compiles_nothing_and_equals_eager_losses_without_chunks(workspace, compiled, run):
     workspace.train(run, compiled)
     lines = micro.metrics(run)
-    assert {line["cold_compiles"] for line in lines} == {0}
-    assert [line["warm_graphs"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
+    assert {line["graph_cache_misses"] for line in lines} == {0}
+    assert [line["graph_cache_hits"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
     assert (run / "checkpoints" / "step_2").exists()
     assert not (run / "events.jsonl").exists()
 
     plain = ("compile.enabled=false", "parallel.overlap_chunks=1")
     eager = micro.run_folder(workspace.folder / "eager", *SETTINGS, *plain)
     workspace.train(eager)
-    assert {line["warm_graphs"] for line in micro.metrics(eager)} == {0}
+    assert {line["graph_cache_hits"] for line in micro.metrics(eager)} == {0}
     expected = micro.losses(eager)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(expected[step], rel=1e-5)
@@ -228,8 +228,8 @@ def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compil
     other = micro.run_folder(tmp_path, *SETTINGS, *ALONE)
     output = workspace.train(other, compiled, processes=1)
     first = micro.metrics(other)[0]
-    assert first["cold_compiles"] > 0
-    assert first["warm_graphs"] == 0
+    assert first["graph_cache_misses"] > 0
+    assert first["graph_cache_hits"] == 0
     events = [json.loads(line) for line in (other / "events.jsonl").read_text().splitlines()]
     assert {(event["event"], event["step"]) for event in events} == {("cold compile", 1)}
     reasons = [event["reason"] for event in events]
@@ -335,7 +335,7 @@ def test_missing_cpp_compiler_is_the_note_of_the_step_and_training_runs_eager(
     assert artifact.summary["note"] == note
     assert note not in caplog.text  # which the terminal would show twice
     assert note in workspace.train(run, artifact, processes=1)
-    assert micro.metrics(run)[0]["cold_compiles"] == micro.metrics(run)[0]["warm_graphs"] == 0
+    assert micro.metrics(run)[0]["graph_cache_misses"] == micro.metrics(run)[0]["graph_cache_hits"] == 0
 
 
 def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_path, monkeypatch, caplog):

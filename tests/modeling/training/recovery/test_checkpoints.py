@@ -174,7 +174,7 @@ def test_checkpoint_of_another_run_is_rejected_by_name(run, dataset):
         )
     (run / "run.json").write_text(json.dumps({"identity": "a", "id": "2"}))
     (run / "checkpoints/owner").unlink()  # as a run is moved aside
-    for request in ((), ("checkpoint.resume=8", "checkpoint.weights=true")):
+    for request in ((), ("checkpoint.resume=8", "checkpoint.weights_only=true")):
         output = train(run, dataset, *request, code=2)
         assert f"{run}/checkpoints/step_8: written by another run, micro; move the folder away" in output
     assert steps(run) == [4, 8, 12]
@@ -198,7 +198,7 @@ def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, fi
 
 def test_resuming_weights_only_restarts_the_schedule(run, dataset):
     """With another optimizer, whose states cannot be resumed by the first."""
-    before, fresh = micro.losses(run), ("checkpoint.weights=true", "train.optimizer=muon")
+    before, fresh = micro.losses(run), ("checkpoint.weights_only=true", "train.optimizer=muon")
     output = train(run, dataset, *fresh)
     assert "moved to checkpoints~1: step_4, step_8, step_12" in output
     assert "checkpoints~1/step_12; optimizer and schedule restart" in output
@@ -207,7 +207,7 @@ def test_resuming_weights_only_restarts_the_schedule(run, dataset):
     assert after[1] < before[1] - 0.5
     assert micro.metrics(run)[0]["learning_rate"] == pytest.approx(0.005)  # the first of two steps of warm-up
     assert "resumed from step 12" in train(run, dataset, *fresh)
-    assert "or start fresh states with checkpoint.weights=true" in train(run, dataset, code=2)
+    assert "or start fresh states with checkpoint.weights_only=true" in train(run, dataset, code=2)
 
 
 def test_missing_step_is_rejected_with_available_steps(run, dataset):

@@ -7,7 +7,7 @@ from tests.forked_jobs import run_forked
 from tests.modeling import drift, micro
 
 FOUR_RANKS = ("parallel.tensor=4", "cluster.devices_per_node=4")  # two for each KV head
-SETTINGS = (*FOUR_RANKS, "train.steps=8", "train.replicas_every=2", "evaluate.every=0")
+SETTINGS = (*FOUR_RANKS, "train.steps=8", "train.check_replicas_every=2", "evaluate.every=0")
 
 
 @pytest.mark.slow
