@@ -73,7 +73,7 @@ NAMED = (ProfileError, CorruptedState, FatalError, OSError, *SOURCE_ERRORS)
 PRELOADED = (
     *("flows.pretrain", "flows.evaluate", "flows.export", "flows.start_checks", "tasks.completed"),
     *(f"flows.cli.{name}" for name in ("run", "evaluate", "runs.compare", "runs.runs", "runs.fork")),
-    *("modeling.training.train", "modeling.training.evaluate", "tests.forkserver"),
+    *("modeling.training.train", "modeling.training.evaluate", "tests.cheap_torch"),
     *("torch.utils.tensorboard", "transformers.models.auto.tokenization_auto"),
 )
 OTHERS = ("forecast.json", "before.json", "evaluations.jsonl", "events.jsonl")  # files that this run lacks

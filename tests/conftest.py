@@ -21,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from flows.server.prefect_settings import single_certificate_setting
 from modeling.compilation import toolchain
+from tests import forkserver
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
 # has its own home, hence its own server and database.
@@ -141,9 +142,19 @@ def waits(monkeypatch):
 
 
 def pytest_configure(config):
-    """Make traces and garbage collection cheaper, except in xdist's controller, which runs no test."""
+    """Make traces and garbage collection cheaper, except in xdist's controller, which runs no test.
+
+    The controller starts the fork server of its workers instead.
+    """
+    if hasattr(config, "workerinput"):
+        forkserver.use(config.workerinput["forkserver"])
     if hasattr(config, "workerinput") or not config.getoption("tx"):
-        importlib.import_module("tests.forkserver")
+        importlib.import_module("tests.cheap_torch")
+
+
+def pytest_configure_node(node):
+    """Let an xdist worker use the fork server of the controller."""
+    node.workerinput["forkserver"] = forkserver.start()
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,13 @@
-"""One fork server per test worker: imports torch and the trainer, then forks in milliseconds.
+"""One fork server for all xdist workers: imports torch and the trainer, forks in milliseconds."""
 
-Importing this module also makes garbage collection, Dynamo and AOTAutograd cheaper in the process that does.
-"""
-
-import gc
 import multiprocessing
+import os
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
-
-from modeling.start import without_garbage_collection
-
-with without_garbage_collection():
-    import torch._dynamo.guards
-    import torch._dynamo.utils
-    import torch._functorch._aot_autograd.graph_compile
-    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from multiprocessing.forkserver import _forkserver as _server
 
 PRELOADED = [
-    "tests.forkserver",  # first, so that the rest is imported with few collections
+    "tests.cheap_torch",  # first, so that the rest is imported with few collections
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
     *("tests.forked_jobs", "torch.utils.tensorboard", "numpy.ma"),  # of each job
     "s3fs",  # of those that read or write S3
@@ -25,7 +16,8 @@ PRELOADED = [
     *("torch.distributed.pipelining", "tests.parity.harness"),  # of most ranks of tests/pool.py
     "tests.frozen",  # last
 ]
-
+_SHARED = ("_forkserver_address", "_forkserver_authkey")
+"""Attributes of multiprocessing's server that another process needs to use it, the second from Python 3.14 on."""
 
 # Once: the server starts with the first process that anything forks.
 multiprocessing.set_forkserver_preload(PRELOADED)
@@ -36,20 +28,31 @@ def forkserver() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-# With all of torch's modules alive, Python's default of a collection every 700 allocations costs tests a tenth of their CPU time.
-gc.freeze()
-gc.set_threshold(50_000, 20, 100)
+def ensure_running() -> None:
+    """Start the server if it does not run."""
+    _server.ensure_running()
 
-# Dynamo times the guards of each frame after it has emptied the CPU's caches, for a log line: a tenth of the time of a trace.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
-# For a log line, too, it serializes all settings of the compiler after each frame.
-torch._dynamo.utils.record_compilation_metrics = lambda *_: None
+def start() -> dict[str, str | bytes]:
+    """Start a server for the workers of this process, xdist's controller; returns how to use it.
 
-# AOTAutograd prints the graphs of each region, for a log line that nobody reads: 1.5% of a compilation.
-_aot = torch._functorch._aot_autograd.graph_compile
-_aot._log_joint_graph = lambda *_: None
-_aot._log_fw_bw_graphs = lambda *_: (None, None)
+    One for each worker would take 5 s of CPU each. The output of what it forks is lost, which without xdist pytest captures.
+    """
+    outputs = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        ensure_running()
+    finally:
+        for number, output in zip((1, 2), outputs, strict=True):
+            os.dup2(output, number)
+            os.close(output)
+        os.close(nowhere)
+    return {name: value for name, value in vars(_server).items() if name in _SHARED}
 
-# It makes twelve tensors for a region, for random numbers of graphs, which are off: 3%.
-PhiloxStateTracker.reset = classmethod(lambda cls: None)
+
+def use(shared: dict[str, str | bytes]) -> None:
+    """Fork processes from a server that another process has started, and that ends with it."""
+    vars(_server).update(shared, _forkserver_alive_fd=os.open(os.devnull, os.O_WRONLY))
+    _server.ensure_running = resource_tracker.ensure_running

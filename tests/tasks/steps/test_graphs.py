@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,6 +28,7 @@ from tasks.steps.graphs import GraphsStep
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
+from tests.forkserver import ensure_running
 from tests.modeling import micro
 
 pytestmark = pytest.mark.slow
