@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -9,7 +10,8 @@ from statistics import median
 import pytest
 
 from benchmarks import published_fit
-from benchmarks.published import HELD_OUT, SOFTWARE, compare, errors, read
+from benchmarks.harness.results import Results
+from benchmarks.published import HELD_OUT, SEARCHED, SOFTWARE, compare, errors, print_searches, read
 from modeling.planning.efficiency import ERRORS, kind_of
 from modeling.planning.stage_costs import CostCache
 
@@ -63,6 +65,15 @@ def test_fit_finds_figures_that_explain_steps_made_with_others(rows, cache):
         assert published_fit.mean_error(made, found) < 0.005
     finally:
         published_fit.assume(code)
+
+
+@pytest.mark.slow
+def test_search_finds_a_step_as_fast_as_that_of_the_published_topology(rows, tmp_path):
+    """On eight devices; `python -m benchmarks.published --search` does it on up to 16,384."""
+    name, file = SEARCHED[0], tmp_path / "search.jsonl"
+    assert rows[name].profile.world_size == 8
+    assert print_searches([rows[name]], Results(file))
+    assert json.loads(file.read_text())["cpu_seconds"] < 60
 
 
 def test_plans_of_sources_that_the_fit_has_not_seen_are_near_the_published_steps(documented):
