@@ -135,7 +135,7 @@ ROWS: tuple[Row, ...] = (
         Row(f"kernel-{name}-{peer}", 15, partial(kernel, name=name, peer=peer, sizes=sizes))
         for name, peer, sizes in KERNELS
     ),
-    train("lora-8b", "8b", "--lora-rank", "16", needs=90, steps=5),
+    train("lora-8b", "8b-4k", "--lora-rank", "16", needs=90, steps=5),
     *(
         train(name, name, "--deterministic", "--recompute", "full", needs=needs, steps=2, warm_up=1)
         for name, needs in LONG.items()

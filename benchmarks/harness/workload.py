@@ -146,7 +146,7 @@ WORKLOADS = {
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
     "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),
-    "8b": Workload(llama_8b(DEPTH), sequence=8192, batch=1),
+    "8b-4k": Workload(llama_8b(DEPTH, 4096), sequence=4096, batch=2),
     **{
         f"8b-2-layers-{name}": Workload(llama_8b(2, thousands * 1024), sequence=thousands * 1024, batch=1)
         for name, thousands in {"128k": 128, "512k": 512, "1m": 1024}.items()
