@@ -49,9 +49,14 @@ class GenerationStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         """Run the job, and write its rows as documents."""
         output = context.run_folder / run_files.LOGS / f"generated-{key[:16]}.npy"
-        rows = {"output": output, "first": self.first, "count": self.count}
-        model = {"profile": self.profile_file, "weights": self.weights}
-        job = cluster_job("sample", context, key, self.dataset, None, **rows, **model)
+        job = cluster_job(
+            *("sample", context, key, self.dataset, None),
+            weights=self.weights,
+            profile=self.profile_file,
+            output=output,
+            first=self.first,
+            count=self.count,
+        )
         contents = read_file(context.store, self.dataset)
         if not output.exists():  # left by a job that ended while no flow followed it
             run_job(context.profile, job, output)

@@ -23,6 +23,7 @@ from tasks.step import Context
 from tasks.steps import inference_files
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import copy_tokenizer
+from tasks.steps.jobs import JobOptions
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import CheckpointId
 from tasks.store.runs import read_inputs
@@ -77,7 +78,7 @@ class AverageStep(EvaluationStep):
             self._convert("trainshed", store.scratch_folder(scratch) / "step_0")
             return super().make(context, key)
 
-    def job_options(self, context: Context, key: str) -> dict[str, object]:
+    def job_options(self, context: Context, key: str) -> JobOptions:
         return {"checkpoints": context.store.scratch_folder(f"average-{key[:16]}")}
 
     def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:

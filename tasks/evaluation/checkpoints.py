@@ -31,7 +31,7 @@ from tasks.launchers.base import Unavailable
 from tasks.reporting.format import format_value
 from tasks.step import Context, Step
 from tasks.steps.export import write_model
-from tasks.steps.jobs import run_json_job
+from tasks.steps.jobs import JobOptions, run_json_job
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import CheckpointId
 
@@ -71,7 +71,7 @@ class CheckpointEvaluationStep(EvaluationStep):
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"step {self.step:,}: {super().describe(summary)}"
 
-    def job_options(self, context: Context, key: str) -> dict[str, object]:
+    def job_options(self, context: Context, key: str) -> JobOptions:
         return {"step": self.step, "profile": self.profile_file}
 
 

@@ -18,7 +18,7 @@ from profiles.schema import Evaluate
 from tasks import failures, keys
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
-from tasks.steps.jobs import cluster_job, run_json_job
+from tasks.steps.jobs import JobOptions, cluster_job, run_json_job
 from tasks.store.artifacts import Artifact
 
 FILE = "evaluation.json"
@@ -61,7 +61,8 @@ class EvaluationStep(Step):
         profile, folder = context.profile, context.run_folder
         # One file per key: a run may also be evaluated on another run's data.
         output = folder / run_files.LOGS / f"evaluation-{key[:16]}.json"
-        options = {"output": output, **self.job_options(context, key), "reference": self.reference}
+        options = self.job_options(context, key)
+        options |= {"output": output, "reference": self.reference}
         options["weights"] = self.weights if profile.uses_initial_weights else None
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, **options)
         job = replace(job, name=self.job_name)
@@ -77,7 +78,7 @@ class EvaluationStep(Step):
         output.unlink()
         return context.store.artifacts.expect(self.id(key))
 
-    def job_options(self, context: Context, key: str) -> dict[str, object]:
+    def job_options(self, context: Context, key: str) -> JobOptions:
         """Further options of the job; for subclasses."""
         return {}
 
@@ -116,7 +117,7 @@ class SetsEvaluationStep(EvaluationStep):
         identity = keys.digest([self.identity, "sets"])
         return keys.evaluation(run, identity, profile.train, Evaluate(metrics=profile.evaluate.metrics))
 
-    def job_options(self, context: Context, key: str) -> dict[str, object]:
+    def job_options(self, context: Context, key: str) -> JobOptions:
         return {"sets": True, "profile": self.profile_file}
 
     def describe(self, summary: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from modeling import job_log
 from profiles.arguments import to_arguments
@@ -31,14 +31,31 @@ TRACEBACK = "Traceback (most recent call last)"
 log = logging.getLogger(__name__)
 
 
-def cluster_job(
-    module: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, **options: object
-) -> Job:
-    """Job that runs `modeling.training.<module>` on every device of the profile's cluster.
+class JobOptions(TypedDict, total=False):
+    """Arguments of the modules in modeling/training, of which each has some; an artifact stands for its path."""
 
-    Args:
-        options: as of `to_arguments`; an artifact stands for its path.
-    """
+    weights: Artifact | Path | None
+    adapters: Path | None
+    keep_optimizer: bool
+    checkpoints: Path  # in place of the run's
+    reference: Artifact | None
+    output: Path
+    profile: Path | None
+    step: int
+    sets: bool
+    first: int
+    count: int
+
+
+def cluster_job(
+    module: str,
+    context: Context,
+    key: str,
+    dataset: Artifact,
+    graphs: Artifact | None,
+    **options: Unpack[JobOptions],
+) -> Job:
+    """Job that runs `modeling.training.<module>` on every device of the profile's cluster."""
     path = context.store.artifacts.path
     given = {name: path(each) if isinstance(each, Artifact) else each for name, each in options.items()}
     location = path(dataset, with_required=False)
@@ -60,15 +77,14 @@ def training_job(context: Context) -> Job:
 
 def _job(module: str, context: Context, key: str, *, dataset: object, **options: object) -> Job:
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
-    remote: dict[str, object] = {}
     if store.is_remote:
-        remote["artifacts"] = store.artifacts.remote_uri
-        remote["checkpoints"] = store.run_folder(folder.name).checkpoints_location
+        options["artifacts"] = store.artifacts.remote_uri
+        options.setdefault("checkpoints", store.run_folder(folder.name).checkpoints_location)
     cache = store.work_dir / "cache"
     return Job(
         name=module,
         program=f"modeling.training.{module}",
-        arguments=to_arguments(run_folder=folder, cache=cache, dataset=dataset, **remote, **options),
+        arguments=to_arguments(run_folder=folder, cache=cache, dataset=dataset, **options),
         folder=folder / run_files.LOGS,
         nodes=cluster.nodes,
         processes=cluster.devices_per_node,

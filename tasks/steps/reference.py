@@ -36,8 +36,8 @@ class ReferenceStep(Step):
         """Compute the log-probabilities. Raises as `EvaluationStep.make`."""
         profile, store, folder = context.profile, context.store, context.run_folder
         output = folder / run_files.LOGS / f"reference-{key[:16]}.npz"
-        options = {"weights": self.weights, "output": output}
-        job = cluster_job("reference", context, key, self.dataset, self.graphs, **options)
+        inputs = ("reference", context, key, self.dataset, self.graphs)
+        job = cluster_job(*inputs, weights=self.weights, output=output)
         with store.artifacts.publish(self.id(key), {"source": profile.init.from_}) as staging:
             if not state_files.exists(output):  # else the job ended while no flow followed it
                 run_job(profile, job, output)

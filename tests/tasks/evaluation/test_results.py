@@ -11,11 +11,14 @@ import pytest
 from profiles.files import run_files
 from profiles.resolve import load
 from tasks.evaluation import checkpoints, harness, results
+from tasks.evaluation.average import AverageStep
 from tasks.evaluation.checkpoints import CheckpointEvaluationStep, TaskStep, digest_of_tasks, metrics_of
 from tasks.evaluation.harness import metrics_of as numbers_of
 from tasks.failures import FatalError
 from tasks.launchers.base import Unavailable
 from tasks.step import Context
+from tasks.steps.jobs import cluster_job
+from tasks.store.artifacts import ArtifactId
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
 
@@ -105,6 +108,17 @@ def test_evaluation_of_a_checkpoint_stays_cached_when_its_run_is_extended(tmp_pa
     profiles = [load("tiny", [f"train.steps={steps}"]) for steps in (300, 400)]
     first, extended = (step.key(Context(profile, store, folder)) for profile in profiles)
     assert first == extended
+
+
+def test_job_of_an_average_reads_its_weights_in_place_of_the_runs_in_a_remote_store(tmp_path):
+    store, id = Store("memory://averages", tmp_path), ArtifactId("dataset", "key")
+    context = Context(load("tiny"), store, store.run_folder("trunk").prepare("identity"))
+    with store.artifacts.publish(id, {}) as staging:
+        (staging / "file").touch()
+    dataset = store.artifacts.expect(id)
+    options = AverageStep(dataset, "identity", tokenizer=dataset).job_options(context, "key")
+    arguments = cluster_job("evaluate", context, "key", dataset, None, **options).arguments
+    assert arguments[arguments.index("--checkpoints") + 1] == str(store.scratch_folder("average-key"))
 
 
 def test_evaluations_of_a_fork_and_of_its_parent_export_to_separate_folders():
