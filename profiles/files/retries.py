@@ -1,7 +1,12 @@
 """Retries of network calls on temporary errors: exponential backoff with jitter, or Retry-After.
 
 The clients' own retries end within seconds, while an object store throttles for minutes and the hub counts requests in windows
-of five minutes. So every call to the network goes through `call`.
+of five minutes. So calls to the hub, to sources on object stores and for shards of training data go through `call`. Files and
+objects of the store go through `state_files.retried`, and reads of checkpoints through `retry_reads` in
+parallel/checkpoint/locations.py, which may not import this module.
+
+The loop is not tenacity's or stamina's, which no dependency installs: either would replace ten lines of `call`, but neither
+`seconds_to_wait` nor the waits that another thread ends, and would need callbacks for both.
 """
 
 from __future__ import annotations
