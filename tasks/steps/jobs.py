@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class JobOptions(TypedDict, total=False):
-    """Arguments of the modules in modeling/training, of which each has some; an artifact stands for its path."""
+    """Arguments of modules in modeling/training; each has some. An artifact stands for its path."""
 
     weights: Artifact | Path | None
     adapters: Path | None
