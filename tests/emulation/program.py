@@ -186,12 +186,24 @@ def few_new_tokens() -> AbstractContextManager[object]:
 
 
 def resume_training(run: Path, dataset: Path) -> object:
-    """Losses of a run whose last checkpoint is removed, and that is resumed."""
+    """Resume a run without its last checkpoint.
+
+    Returns:
+        on rank 0, its losses, and the checksums of the last checkpoint's files before and after.
+    """
+    last, found = run / "checkpoints" / f"step_{max(micro.losses(run))}", []
     if dist.get_rank() == 0:
-        shutil.rmtree(run / "checkpoints" / f"step_{max(micro.losses(run))}")
+        found.append(checksums(last))
+        shutil.rmtree(last)
     dist.barrier()  # until it is removed
     run_training(run, dataset)
-    return micro.losses(run) if dist.get_rank() == 0 else None
+    return (micro.losses(run), *found, checksums(last)) if dist.get_rank() == 0 else None
+
+
+def checksums(checkpoint: Path) -> dict[str, Any]:
+    """Of the files with weights and optimizer states, by rank: names begin with an id of the attempt."""
+    files = json.loads((checkpoint / "complete.json").read_text())["files"]
+    return {name.partition("_")[2]: sums for name, sums in files.items() if name.endswith(".distcp")}
 
 
 def check_devices(run: Path, dataset: Path) -> object:

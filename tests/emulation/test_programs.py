@@ -452,9 +452,11 @@ def test_save_copies_each_shard_once(runs):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resumed_run_has_bit_identical_losses(name, runs):
-    (resumed,) = (call["returned"] for call in calls(runs[name]) if call["name"] == "resume")
-    assert resumed == {str(step): loss for step, loss in micro.losses(runs[name]).items()}
+def test_resumed_run_has_bit_identical_losses_weights_and_optimizer_states(name, runs):
+    ((losses, before, after),) = (call["returned"] for call in calls(runs[name]) if call["name"] == "resume")
+    assert losses == {str(step): loss for step, loss in micro.losses(runs[name]).items()}
+    assert before == after
+    assert before
 
 
 @pytest.mark.parametrize("name", RESUMED)
