@@ -140,6 +140,7 @@ def hide(path: Path) -> None:
 OF_FOLDERS = {
     "swapped": swap,
     "dangling": replace_by(lambda path: path.symlink_to("nowhere")),
+    "loop": replace_by(lambda path: path.symlink_to(path.name)),
     "pipe": replace_by(os.mkfifo),
     "unreadable": hide,
 }

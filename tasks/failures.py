@@ -7,6 +7,7 @@ counts as a failure of the machines and is retried, as often as RetryBudget (tas
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 
@@ -31,10 +32,10 @@ RESTARTING = "restarting %s, attempt %d of %d"  # log message before a retry
 OUTAGE = re.compile(
     r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
 )  # 12: memory
-# As the operating system reports it. s3fs raises PermissionError without a number, also for expired credentials, which may be
-# renewed later. On the file system of a cluster, a server that restarts may deny access for a moment, so that it counts as any
-# other failure there.
-DENIED = re.compile(r"PermissionError\(13,")
+# Denied access as the operating system reports it, and a link that points to itself (40). s3fs raises PermissionError without a
+# number, also for expired credentials, which may be renewed later. On the file system of a cluster, a server that restarts may
+# deny access for a moment, so that it counts as any other failure there.
+PERMANENT = re.compile(r"PermissionError\(13,|OSError\(40,|\[Errno 40\]")
 # Errors of the flow that are not: they would persist.
 PERSISTENT = (
     *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
@@ -62,7 +63,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         return _as(JobFailed, failure, cause)
     if reasons and OUTAGE.match(": ".join(reasons[-1])):
         kind: type[JobFailed] = Unavailable
-        if DENIED.search(reasons[-1][1]):
+        if PERMANENT.search(reasons[-1][1]):
             kind = FatalError if profile.cluster.launcher == "local" else JobFailed
         return _as(kind, failure, reasons[-1][1])
     if reasons and reasons[-1][0] == "StaleAttempt":
@@ -75,7 +76,9 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
 
 def is_outage(failure: BaseException) -> bool:
     """Whether the cluster or the storage was unavailable, so that a retry may succeed later."""
-    return isinstance(failure, Unavailable | OSError) and not isinstance(failure, PERSISTENT)
+    if isinstance(failure, OSError):
+        return not isinstance(failure, PERSISTENT) and failure.errno != errno.ELOOP
+    return isinstance(failure, Unavailable)
 
 
 def explain(profile: Profile, failure: JobFailed) -> JobFailed:

@@ -62,7 +62,9 @@ class FolderBackend:
         for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
             try:
                 status = retried(entry.stat)
-            except FileNotFoundError:  # removed since it was listed
+            except OSError as error:
+                if not _is_gone(error):
+                    raise
                 continue
             if stat.S_ISREG(status.st_mode):
                 sizes[file] = status.st_size
@@ -74,7 +76,9 @@ class FolderBackend:
             for entry in retried(lambda: _scan(self.path(name))):
                 try:
                     status = entry.stat()
-                except FileNotFoundError:  # removed since it was listed
+                except OSError as error:
+                    if not _is_gone(error):
+                        raise
                     continue
                 stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
                 found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
@@ -197,9 +201,21 @@ def _divided(folder: str, follow: bool) -> tuple[list[os.DirEntry[str]], list[os
     """What is directly in a folder: everything but folders, and folders."""
     found: tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]] = [], []
     for entry in _scan(folder):
-        # Of files that are no links, the listing says so.
-        found[entry.is_dir(follow_symlinks=follow)].append(entry)
+        try:
+            is_folder = entry.is_dir(
+                follow_symlinks=follow
+            )  # of files that are no links, the listing says so
+        except OSError as error:
+            if not _is_gone(error):
+                raise
+            is_folder = False
+        found[is_folder].append(entry)
     return found
+
+
+def _is_gone(error: OSError) -> bool:
+    """Whether a listed entry was removed since, or is a link to nothing or to itself."""
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP
 
 
 def _scan(folder: Path | str) -> list[os.DirEntry[str]]:

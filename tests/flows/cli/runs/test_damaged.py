@@ -59,6 +59,11 @@ def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def loop(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
 def pipe(path: Path) -> None:
     """Reading it would wait for a writer forever."""
     path.unlink(missing_ok=True)
@@ -75,6 +80,7 @@ DAMAGES = {
     "infinite": infinite,
     "folder": folder,
     "dangling": dangling,
+    "loop": loop,
     "pipe": pipe,
 }
 
