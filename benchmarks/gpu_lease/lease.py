@@ -50,15 +50,16 @@ class Machine:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def run(self, module: str, *arguments: object, limit: float, ranks: int = 1) -> Measurement:
-        """What a module measures.
+    def timeout(self, limit: float, ranks: int = 1) -> float:
+        """Seconds that a module which should take at most `limit` may take; never beyond the deadline."""
+        left = self.left - (GRACE if ranks > 1 else 0)  # within which torchrun ends ranks that hang
+        return min(limit * (SLOWER if self.rehearse else 1), left)
+
+    def script(self, module: str, *arguments: object, ranks: int = 1) -> Script:
+        """A module with its arguments.
 
         Args:
-            limit: seconds; never beyond the deadline.
             ranks: processes, which share the one device.
-
-        Raises:
-            ScriptError: it failed or took longer.
         """
         given, variables = [module, *map(str, arguments)], dict[str, str]()
         if is_older() and not self.rehearse:
@@ -66,9 +67,12 @@ class Machine:
         if ranks > 1:
             given = [*TORCHRUN, str(ranks), "-m", f"benchmarks.{START}", ONE_DEVICE, *given]
             variables |= SHARED | ({"LD_PRELOAD": str(self.nccl)} if self.nccl else {})
-        script = Script(START, tuple(given), device=self.device, variables=variables)
-        left = self.left - (GRACE if ranks > 1 else 0)  # within which torchrun ends ranks that hang
-        return measure_script(script, timeout=min(limit * (SLOWER if self.rehearse else 1), left))
+        return Script(START, tuple(given), device=self.device, variables=variables)
+
+    def run(self, module: str, *arguments: object, limit: float, ranks: int = 1) -> Measurement:
+        """What a module measures. Raises ScriptError if it fails or takes longer than `limit` seconds."""
+        script = self.script(module, *arguments, ranks=ranks)
+        return measure_script(script, timeout=self.timeout(limit, ranks))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The rows of a lease, most valuable first, each with its figures.
 
 1b, deterministic and not     what the default costs; MFU
-ranks                         every kind of parallelism over NCCL, several ranks on one GPU: correctness, not speed
+ranks                         every kind of parallelism over NCCL, several ranks on one GPU, and their recovery:
+                              correctness, not speed
 8b layers, FP8                8B at full depth, from 2 and 4 layers
 cuda-tests                    the tests that need a GPU
 mixtral                       compiled experts against eager ones
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_lease.lease import Machine, Row
+from benchmarks.gpu_lease.recovery import recovery
 from benchmarks.harness.processes import GRACE, Measurement, largest_difference
 from benchmarks.rows.checks import MarkedTests
 from benchmarks.training_steps import ours
@@ -124,6 +126,7 @@ ROWS: tuple[Row, ...] = (
         Row(f"ranks-{name}", 40 + GRACE, partial(ranks, count=count, options=options))
         for name, (count, options) in RANKS.items()
     ),
+    Row("ranks-recovery", 70 + GRACE, recovery),
     train("8b-layers-deterministic", "8b-layers", "--deterministic"),
     train("8b-2-layers-deterministic", "8b-2-layers", "--deterministic"),
     train("1b-fp8", "1b", "--fp8", "--deterministic"),

@@ -1,7 +1,7 @@
 """Start a measured module: `python -m benchmarks.gpu_lease.start [--one-device] MODULE ARGUMENTS`.
 
 It ends with the process that started it. On torch 2.11 to 2.12, which a rented machine may have, it first replaces what these
-versions lack; nothing of it is used in training.
+versions lack; nothing of it is used in training. Without tensorboard, training writes no files for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import runpy
 import signal
 import sys
+from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,8 @@ def main() -> None:
         del arguments[0]
     if is_older():
         adapt()
+    if find_spec("tensorboard") is None:
+        sys.modules["torch.utils.tensorboard"] = MagicMock()
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 

@@ -53,6 +53,11 @@ class Script:
             launcher = f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} -m".split()
         return [sys.executable, *launcher, f"benchmarks.{self.module}", *self.arguments, *arguments]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that it gets."""
+        return {**devices.KINDS[self.device].local_environment(), **os.environ, **self.variables}
+
 
 @dataclass
 class Measurement:
@@ -78,10 +83,12 @@ class Measurement:
 def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> str:
     """Run a script and return its standard output. Raises ScriptError if it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
-        local = devices.KINDS[script.device].local_environment()
-        environment = {**local, **os.environ, **script.variables}
         process = subprocess.Popen(
-            script.command(arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            script.command(arguments),
+            env=script.environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         try:
             output, _ = process.communicate(timeout=timeout)
