@@ -1,19 +1,26 @@
 """A lease rehearsed on the CPU: each row is kept, a killed lease is resumed, tables have its figures."""
 
+import json
 import random
 import signal
 import struct
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_lease import lease, rows, slim_nccl, start, tables
-from benchmarks.harness.processes import GRACE, ScriptError
+from benchmarks.gpu_lease import lease, recovery, rows, slim_nccl, start, tables
+from benchmarks.harness.processes import GRACE, Measurement, ScriptError
 from benchmarks.harness.results import read
+from benchmarks.operators import kernels
+from benchmarks.rows import checks
+from benchmarks.training_steps import ours
+from profiles import resolve
+from profiles.arguments import Parser
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -79,21 +86,71 @@ def test_hung_ranks_are_ended_before_the_deadline(tmp_path, monkeypatch):
     assert timeouts == pytest.approx([60, 60 - GRACE], abs=5)
 
 
-def test_most_valuable_rows_come_first():
-    names = [row.name for row in rows.ROWS]
-    assert len(set(names)) == len(names)
-    groups = (
-        "1b-deterministic",
-        "ranks-",
-        "8b-",
-        "cuda-tests",
-        "mixtral",
-        "kernel-",
-        "lora-",
-        "8b-2-layers-128k",
-    )
+class Parsed(Exception):
+    """A module has parsed its arguments."""
+
+
+def start_only(script, arguments=(), timeout=0) -> Measurement:
+    """Stand-in for a module on a GPU: it only parses its arguments, and our profile must be valid."""
+    given, count = script.arguments, 1
+    if lease.ONE_DEVICE in given:
+        count, given = int(given[len(lease.TORCHRUN)]), given[given.index(lease.ONE_DEVICE) + 1 :]
+    module, *given = given
+    parse, found = Parser.parse_args, []
+
+    def parse_only(self, arguments=None):
+        found.append(parse(self, arguments))
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "parse_args", parse_only)
+        patch.setattr(sys, "argv", [module, *given])
+        with pytest.raises(Parsed):
+            import_module(module).main()
+    (options,) = found
+    if module == rows.OURS:
+        profile = ours.make_profile(options, count)
+        return Measurement([1.0] * options.steps, [3.0] * profile.train.steps)
+    if module == recovery.TRAIN:
+        profile = resolve.load(str(options.run_folder / "profile.yaml"))
+        assert profile.world_size == count
+        losses = ({"step": step + 1, "loss": 3.0} for step in range(profile.train.steps))
+        (options.run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in losses))
+        return Measurement([])
+    assert options.side in kernels.KERNELS[options.kernel][1]
+    return Measurement([1.0] * options.steps)
+
+
+def test_every_row_starts_its_modules_with_arguments_that_they_accept(tmp_path, monkeypatch):
+    def run_tests(tests, *_):
+        assert all((checks.ROOT / path).is_dir() for path in tests.paths)
+        return checks.CheckResult(tests.name, tests.title, tests.against, "23 passed")
+
+    def kill(machine, run, dataset, reached):
+        start_only(machine.script(recovery.TRAIN, "--run-folder", run, "--dataset", dataset, ranks=2))
+        kept = (run / "metrics.jsonl").read_text().splitlines()[: recovery.EVERY + 1]
+        (run / "metrics.jsonl").write_text("\n".join(kept))
+
+    monkeypatch.setattr(lease, "measure_script", start_only)
+    monkeypatch.setattr(recovery, "run_script", start_only)
+    monkeypatch.setattr(recovery, "kill_when", kill)
+    monkeypatch.setattr(recovery, "saved_steps", lambda run: [recovery.EVERY])
+    monkeypatch.setattr(checks.MarkedTests, "run", run_tests)
+    facts = {"card": "NVIDIA H200", "memory_mib": 143156, "cuda": "13.0", "nccl": "2.30.7"}
+    monkeypatch.setattr(lease, "describe", lambda machine: {**facts, "torch": "2.13.0"})
+    machine = lease.Machine(False, time.monotonic() + 600, tmp_path / "graphs", tmp_path / "libnccl.so.2")
+    out = tmp_path / "lease.jsonl"
+    assert lease.run(rows.ROWS, machine, out) == 0
+    results = read(out)
+    names = [row["row"] for row in results]
+    groups = ("1b-", "ranks-", "8b-", "cuda-tests", "mixtral", "kernel-", "lora-", "8b-2-layers-128k")
     firsts = [next(i for i, name in enumerate(names) if name.startswith(group)) for group in groups]
-    assert firsts == sorted(firsts)
+    assert firsts == sorted(firsts)  # the most valuable rows come first
+    assert len({*names}) == len(names) == len(rows.ROWS)
+    found = next(row for row in results if row["row"] == "ranks-recovery")
+    assert (found["resumed_from"], found["killed_after_step"]) == (recovery.EVERY, recovery.EVERY + 1)
+    text = tables.tables(results)
+    assert all(f"| {name} |" in text for name in names)
 
 
 def test_tables_have_the_latest_figures_with_date_card_and_versions():
