@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import fcntl
 import importlib
 import logging
 import os
@@ -21,6 +20,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from flows.server.prefect_settings import single_certificate_setting
 from modeling.compilation import toolchain
+from modeling.cores import usable_cores, usable_memory
+from profiles.files.file_locks import locked
 from tests import forkserver
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
@@ -77,8 +78,7 @@ def prefect_database(tmp_path_factory):
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers
     path = folder / "prefect-database/prefect.db"
-    with (folder / "prefect-database.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "prefect-database.lock"):
         if not path.exists():
             home = path.parent.with_suffix(".partial")
             environment = {**os.environ, "PREFECT_HOME": str(home)}
@@ -167,8 +167,11 @@ def pool():
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: two workers more than there are cores, because tests of clusters and servers mostly wait."""
-    return min(8, (os.cpu_count() or 1) + 2)
+    """`-n auto`: two workers more than there are cores, because tests of clusters and servers mostly wait.
+
+    Fewer with little memory: a worker and what it starts take up to 3 GB.
+    """
+    return max(1, min(8, usable_cores() + 2, usable_memory() // (3 << 30)))
 
 
 @pytest.hookimpl(tryfirst=True)

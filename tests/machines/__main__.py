@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.machines.machines import MACHINES
-from tests.machines.quickstart import Row
+from tests.machines.quickstart import ALL_TESTS, Row
 
 HEADER = (
     "| machine | Python | circumstances | outcome | `make install` | first run | second | date |\n"
@@ -47,8 +47,8 @@ def main() -> int:
     parser.add_argument(
         "--short", action="store_true", help="train 20 steps, without make test, to find quickly what fails"
     )
-    about = "instead of the quickstart, only make install and make test-fast, with one worker and in a low priority"
-    parser.add_argument("--fast-tests", action="store_true", help=about)
+    about = "instead of the quickstart, only make install and all of make test, with Debian's Slurm, PostgreSQL and Chromium"
+    parser.add_argument("--all-tests", action="store_true", help=about)
     options = parser.parse_args()
     if unknown := set(options.machines) - {*names}:
         parser.error(f"{', '.join(sorted(unknown))}: not a machine; choose from {', '.join(names)}")
@@ -60,7 +60,7 @@ def main() -> int:
     with (folder / "table.md").open("a") as table:
         print(HEADER, flush=True)
         for name in options.machines or names:
-            how = "make test-fast" if options.fast_tests else "short" if options.short else ""
+            how = ALL_TESTS if options.all_tests else "short" if options.short else ""
             row = _row(name, folder, how)
             line = table_line(row, f"{datetime.date.today()}{how and f', {how}'}")
             print(line, flush=True)
