@@ -15,11 +15,10 @@ import torch
 
 from benchmarks.gpu_lease.start import ONE_DEVICE, is_older
 from benchmarks.harness import results
-from benchmarks.harness.processes import GRACE, Measurement, Script, measure_script
+from benchmarks.harness.processes import GRACE, TORCHRUN, Measurement, Script, measure_script
 
 REHEARSAL = "a rehearsal on the CPU"  # in place of a card
 START = "gpu_lease.start"
-TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 SLOWER = 10  # times as long as on a GPU machine that a rehearsal may take, on a busy CPU
 # Blocks of kernels of several ranks must be resident together; NVLS needs several devices.
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}

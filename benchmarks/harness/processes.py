@@ -21,6 +21,8 @@ import psutil
 
 from parallel import device as devices
 
+# With an address, because a machine's own name may not resolve: torchrun would wait for it for five minutes.
+TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 TIMEOUT = 1800  # seconds
 GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its children
 LAST_LINES = 30  # of what a failed script wrote
@@ -50,7 +52,7 @@ class Script:
     def command(self, arguments: Sequence[str]) -> list[str]:
         launcher = ["-m"]
         if self.processes > 1:
-            launcher = f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} -m".split()
+            launcher = ["-m", *TORCHRUN, str(self.processes), "-m"]
         return [sys.executable, *launcher, f"benchmarks.{self.module}", *self.arguments, *arguments]
 
     @property

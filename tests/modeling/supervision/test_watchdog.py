@@ -74,7 +74,8 @@ with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
 def start_torchrun(folder, program, *arguments):
     """Start two ranks of a program, whose first argument is the folder."""
     (folder / "program.py").write_text(program)
-    torchrun = ["modeling.supervision.torchrun", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["modeling.supervision.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun += ["--nproc-per-node", "2"]
     return subprocess.Popen(
         [sys.executable, "-m", *torchrun, "program.py", str(folder), *arguments],
         cwd=folder,

@@ -76,7 +76,7 @@ def test_the_largest_of_all_context_ranks_is_that_of_the_sequence(pool, graph_ke
     texts = ranks[0][1]
     assert texts == ranks[1][1]
     assert len(texts) == (0 if graph_kernel is None else len(CASES))
-    assert "trainshed" not in "".join(texts)
+    assert "ops.trainshed." not in "".join(texts)
 
 
 def test_scores_are_recorded_once_per_backward_pass_also_if_recomputed():
