@@ -1,4 +1,9 @@
-"""Parser of complete option names, whose errors name the nearest choice; options of commands."""
+"""Parser of complete option names, whose errors name the nearest choice; options of commands.
+
+It overrides internals of argparse. Cyclopts and click, which Prefect brings, suggest by resemblance only, so that what an
+abbreviation, a word of the help or an override means would have to be added to them, too; importing them takes 0.07 and 0.03
+instead of 0.01 s of CPU, at each start of a command.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
 Others use it, since servers that share an SQLite database block each other. It exits after its last user, even a killed one.
 It runs in its own session: Ctrl-C reaches only the flow, which can then still report its end.
+
+Prefect's own servers end otherwise: its temporary one with the process that started it, so that each command would have another,
+and that of `prefect server start --background` when somebody stops it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ loss has a chunk as large as in training, so on accelerators the formula runs on
 
 The blocks of ring attention are computed as by a ring of two ranks, but in one process. On accelerators, the loss is compiled if
 the profile is, and the update where training compiles it; on a CPU both run eager, which takes no time to compile.
+
+Not `torch.testing.assert_close`, which compares element by element: sums in another order differ by much in elements near zero,
+and a norm of the whole difference does not. torch's own tests of operators have neither these kernels nor a profile's shapes.
 """
 
 from __future__ import annotations

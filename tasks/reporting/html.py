@@ -1,4 +1,8 @@
-"""Building blocks of self-contained HTML pages (no network, light and dark mode); all text is escaped."""
+"""Building blocks of self-contained HTML pages (no network, light and dark mode); all text is escaped.
+
+Pages are calls of functions, not Jinja2 templates, although these would escape by themselves: most of a page is computed, such as
+charts, and a type checker reads the functions and their callers.
+"""
 
 from __future__ import annotations
 

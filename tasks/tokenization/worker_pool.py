@@ -3,6 +3,9 @@
 A worker that dies loses only its shard, which the caller may retry; another worker replaces it. Workers exit when their stdin
 closes, so none outlives this process by more than one shard. A job of an array that dies loses only its own shards, which the
 next attempt finds missing: the store's locks and manifests ensure that each shard is made once and only seen complete.
+
+Not loky, whose executor is broken once a worker dies, nor pebble, which replaces the worker as here: both call pickled functions
+in processes of their own, while a job array starts the same worker as a command. Its log and its last words are read here, too.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Nothing here waits for a tracker during the run. At its end, all trackers together have FINISH_SECONDS to send what is left, then
 they are killed. Only the first error of each tracker is logged.
+
+A process for each, although wandb sends from one of its own and MLflow can send from a thread: their clients still run code in
+the caller, which may hang or crash, and a user's tracker may do anything. Ours can be killed, and the next one resumes.
 """
 
 from __future__ import annotations
