@@ -11,6 +11,12 @@ import pytest
 MOUNTED = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
 
 
+def can_mount() -> bool:
+    """Whether a process of this user can mount file systems that only it sees."""
+    tried = ["unshare", "-m", "sh", "-c", "mount -t tmpfs tmpfs /tmp"]
+    return os.geteuid() == 0 and subprocess.run(tried, capture_output=True).returncode == 0
+
+
 def small(folder: Path, size: str) -> list[str]:
     """Command prefix that mounts a tmpfs of this size ("3m") on a new folder; skips if not allowed."""
     folder.mkdir(parents=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from modeling.compilation import compilers
+from modeling.compilation.graph_cache import unpack
 from modeling.compilation.manifest import Manifest
 from profiles.check import with_value
 from profiles.resolve import load
@@ -27,7 +28,8 @@ from tasks.steps import graphs, programs
 from tasks.steps.graphs import GraphsStep
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
-from tests.forked_jobs import forked_jobs
+from tests import disk
+from tests.forked_jobs import forked_jobs, run_forked
 from tests.forkserver import ensure_running
 from tests.modeling import micro
 
@@ -65,11 +67,15 @@ class Workspace:
                 self.store.artifacts.remove(ArtifactId(programs.PROGRAM, entry["key"]))
         self.store.artifacts.remove(GraphsStep.id(keys.graphs(profile)))
 
-    def train(self, run: Path, artifact=None, processes: int = 2) -> str:
+    def train(self, run: Path, artifact=None, processes: int = 2, read_only: Path | None = None) -> str:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
         if artifact is not None:
             arguments += ["--graphs", self.store.artifacts.path(artifact)]
-        return micro.run("training.train", *arguments, processes=processes)
+        if read_only is None:
+            return micro.run("training.train", *arguments, processes=processes)
+        code, output = run_forked("tests.modeling.train_read_only", [read_only, *arguments], processes)
+        assert code == 0, output[-4000:]
+        return output
 
 
 def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypatch, caplog):
@@ -207,7 +213,12 @@ def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
 
 @pytest.mark.compiles
 def test_training_compiles_nothing_and_equals_eager_losses_without_chunks(workspace, compiled, run):
-    workspace.train(run, compiled)
+    """With graphs that it cannot change, where the tests may mount file systems."""
+    unpacked = unpack(workspace.store.artifacts.path(compiled), run)
+    before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*") if path.is_file()}
+    assert before
+    workspace.train(run, compiled, read_only=unpacked if disk.can_mount() else None)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
     lines = micro.metrics(run)
     assert {line["graph_cache_misses"] for line in lines} == {0}
     assert [line["graph_cache_hits"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
