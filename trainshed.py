@@ -1,18 +1,37 @@
-"""The command `trainshed`, which imports Trainshed's own packages, whatever is on PYTHONPATH.
+"""The command `trainshed`, and what Prefect's workers load, beside any modules on PYTHONPATH.
 
-Python searches the folders in PYTHONPATH before installed packages, and names such as `flows` and `tasks` are common: with a
-module tasks.py there, Trainshed would import that one. The name of this module is Trainshed's alone.
+Both import Trainshed's own packages. Python searches the folders in PYTHONPATH before installed packages, and names such as
+`flows` and `tasks` are common: with a module tasks.py there, Trainshed would import that one. The name of this module is
+Trainshed's alone, so deployments name it, too: their flows are `trainshed.pretrain` and so on, and their pull step is
+`trainshed.record_folder`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("flows", "tasks", "modeling", "parallel", "profiles")  # top-level ones of Trainshed
 HOME = str(Path(__file__).resolve().parent)
+FOLDER = "TRAINSHED_WORKING_FOLDER"
+# The module of each flow that has deployments.
+FLOWS = {
+    "branches": "flows.experiments.branches",
+    "chain": "flows.chain",
+    "continual": "flows.continual",
+    "evaluate": "flows.evaluate",
+    "export": "flows.export",
+    "finetune": "flows.pretrain",
+    "fleet": "flows.fleet",
+    "ladder": "flows.experiments.ladder",
+    "mixture": "flows.experiments.mixture",
+    "pretrain": "flows.pretrain",
+    "share": "flows.experiments.share",
+}
 
 
 def put_own_packages_first() -> list[str]:
@@ -33,6 +52,19 @@ def put_own_packages_first() -> list[str]:
         sys.path.insert(0, HOME)
         os.environ["PYTHONPATH"] = os.pathsep.join([HOME, *folders])
     return others
+
+
+def record_folder(directory: str) -> None:
+    """Pull step of prefect.yaml: record the working folder in the environment of the flow run."""
+    os.environ[FOLDER] = directory
+
+
+def __getattr__(name: str) -> Any:
+    """The flow of this name, which Prefect loads as `trainshed.NAME`."""
+    if name not in FLOWS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    put_own_packages_first()
+    return getattr(import_module(FLOWS[name]), name)
 
 
 def main() -> int:

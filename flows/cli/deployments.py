@@ -59,7 +59,7 @@ FIELDS = (
     "pull_steps",
     "job_variables",
 )
-RECORD = "flows.working_folder.record"  # the pull step
+RECORD = "trainshed.record_folder"  # the pull step
 # Keys of a deployment of the user's own that only `prefect deploy` understands.
 FOR_PREFECT = {"build", "push", "schedule", "sla", "triggers", "version_type"}
 DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev

@@ -127,7 +127,7 @@ def undisturbed(lab):
 
 def register_deployment(api: str, name: str, folder: Path) -> None:
     """Register the deployment that trains the shipped profile of this name, like `trainshed up`."""
-    training = ("flows.pretrain.pretrain", "flows.pretrain.finetune")
+    training = ("trainshed.pretrain", "trainshed.finetune")
     every = listed(HOME, every=True)
     register(
         api, [each for each in every if (each["name"] == name and each["entrypoint"] in training)], folder

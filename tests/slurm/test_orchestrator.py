@@ -14,7 +14,13 @@ import pytest
 from benchmarks.harness.processes import training_ranks
 from flows.server.shared_server import wait_healthy
 from tests.flows.cli.test_up import ask
-from tests.flows.micro import losses, settings, wait_for_step, write_patient_loss
+from tests.flows.micro import (
+    losses,
+    settings,
+    wait_for_step,
+    write_patient_loss,
+    write_shadowing_modules,
+)
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, register_deployment, worker
@@ -61,12 +67,16 @@ def server(prefect_database, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deployment(server, tmp_path_factory):
-    """A worker, the deployment `pretrain/tiny`, registered as by `trainshed up`, its id, and a slow loss."""
+    """A worker, the deployment `pretrain/tiny`, registered as by `trainshed up`, its id, and a slow loss.
+
+    The loss is beside modules that would shadow ours.
+    """
     folder = tmp_path_factory.mktemp("deployments")
+    write_shadowing_modules(folder)
     patient = write_patient_loss(folder)
     register_deployment(server.api, "tiny", folder)
     every = ask(f"{server.api}/deployments/filter")
-    (found,) = (each for each in every if each["entrypoint"] == "flows.pretrain.pretrain")
+    (found,) = (each for each in every if each["entrypoint"] == "trainshed.pretrain")
     with worker(server.api, folder / "worker.log", PYTHONPATH=str(folder)) as started:
         yield started, found["id"], patient
 

@@ -28,7 +28,7 @@ def home(tmp_path):
     """A checkout with one deployment."""
     deployment = {
         "name": "only",
-        "entrypoint": "flows.fleet.fleet",
+        "entrypoint": "trainshed.fleet",
         "work_pool": {"name": "trainshed", "job_variables": {"env": {"TZ": "{{ $TIMEZONE }}"}}},
         "tags": ["first"],
         "concurrency_limit": {"limit": 1, "collision_strategy": "ENQUEUE"},
@@ -38,7 +38,7 @@ def home(tmp_path):
         ],
     }
     file = tmp_path / "prefect.yaml"
-    pull = [{"flows.working_folder.record": {"directory": "{{ $TRAINSHED_FOLDER }}"}}]
+    pull = [{"trainshed.record_folder": {"directory": "{{ $TRAINSHED_FOLDER }}"}}]
     file.write_text(yaml.safe_dump({"deployments": [deployment], "pull": pull}))
     return tmp_path
 
@@ -84,7 +84,7 @@ def test_deployments_are_registered_again_only_if_they_or_the_servers_have_chang
     assert not registers()
     first = registered()
     assert first["job_variables"] == {"env": {"TZ": "UTC"}}
-    assert first["pull_steps"] == [{"flows.working_folder.record": {"directory": "/fsx"}}]
+    assert first["pull_steps"] == [{"trainshed.record_folder": {"directory": "/fsx"}}]
     assert first["parameter_openapi_schema"]["properties"].keys() == {"store", "work_dir"}
     assert first["enforce_parameter_schema"]
     assert "all runs" in first["description"]
@@ -128,7 +128,7 @@ def test_deployments_that_the_server_or_python_rejects_are_named(prefect_server,
     described = yaml.safe_load(file.read_text())
     (only,) = described["deployments"]
     for change, says in (
-        ({"entrypoint": "flows.fleet.flee"}, "only.entrypoint = flows.fleet.flee: names no flow that can be"),
+        ({"entrypoint": "trainshed.flee"}, "only.entrypoint = trainshed.flee: names no flow that can be"),
         ({"entrypoint": "flows.flee.fleet"}, "only.entrypoint = flows.flee.fleet: names no flow that can be"),
         ({"entrypoint": "flows.fleet.PAGE"}, "only.entrypoint = flows.fleet.PAGE: names no flow that can be"),
         (

@@ -107,7 +107,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{port}\n"
     assert ask(f"{api}/automations/filter")
     found = ask(f"{api}/deployments/filter")
-    deployments = {each["name"]: each for each in found if each["entrypoint"] == "flows.pretrain.pretrain"}
+    deployments = {each["name"]: each for each in found if each["entrypoint"] == "trainshed.pretrain"}
     assert f"/deployment/{deployments['tiny']['id']}/run" in started.process.stderr.readline()
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
     assert all(field["description"] for field in form.values())
@@ -180,7 +180,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert len({(each["flow_id"], each["name"]) for each in deployments}) == len(deployments)
 
     # A schedule of the continual flow, with a time zone, starts a run on the worker.
-    (nightly,) = (each for each in deployments if each["entrypoint"].startswith("flows.continual"))
+    (nightly,) = (each for each in deployments if each["entrypoint"] == "trainshed.continual")
     (schedule,) = nightly["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert not schedule["active"]
@@ -203,7 +203,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert done[0]["auto_scheduled"]
 
     # The second Ctrl-C also kills processes that ignore signals: here a suspended rank.
-    tiny = ("tiny", "flows.pretrain.pretrain")
+    tiny = ("tiny", "trainshed.pretrain")
     (deployment,) = (each for each in deployments if (each["name"], each["entrypoint"]) == tiny)
     overrides = [*ENDLESS, write_patient_loss(tmp_path)]
     parameters = {"profile": str(profile), "overrides": overrides, "name": "outlasting"}
@@ -307,13 +307,13 @@ def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):
 
 def test_deployments_are_the_profiles_that_can_start_and_name_their_cluster(deployments):
     profiles = {name: resolve.load(name) for name in resolve.names()}
-    entrypoints = ("flows.pretrain.pretrain", "flows.pretrain.finetune")
+    entrypoints = ("trainshed.pretrain", "trainshed.finetune")
     pretraining = [each for each in deployments if each["entrypoint"] in entrypoints]
     assert {each["name"] for each in pretraining} == profiles.keys()
     for each in pretraining:
         profile = profiles[each["name"]]
         here = profile.cluster.launcher == "local"
         flow = "finetune" if profile.fine_tunes else "pretrain"
-        assert each["entrypoint"] == f"flows.pretrain.{flow}"
+        assert each["entrypoint"] == f"trainshed.{flow}"
         assert each["tags"] == ["cpu" if here else cluster_summary(profile)]
         assert each["description"] == profile.description
