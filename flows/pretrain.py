@@ -129,7 +129,7 @@ def train_profile(
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
             target = run.model_copy(update={"tokenizer": profile.tokenizer})
             if forecast := forecasts.record(store, target, store.run_folder(run.name)):
-                forecasts.log_forecast(run.name, forecast)
+                log.info("%s", forecasts.in_words(run.name, forecast))
             evaluated, exported = _train(runner, training, tokenizer, dataset, weights)
             report = required(runner.run(ReportStep(training.plan, evaluated, runner.outcomes)))
             overview.update(now=True)

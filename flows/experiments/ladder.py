@@ -21,6 +21,7 @@ from flows.experiments.plans import load_ladder, require_startable
 from flows.experiments.side_by_side import file_name, run_side_by_side, train_alone
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
+from flows.runner import log_result
 from modeling.scaling.planned_run import PlannedRun, warnings_of
 from tasks.experiments import forecasts, json_artifacts
 from tasks.reporting import html, ladder_page
@@ -49,7 +50,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
     artifact = forecasts.write_forecast(opened, goal, rungs, losses, metrics)
     document = json_artifacts.read(opened, artifact)
-    forecasts.log_forecast(goal.name, document)
+    log_result(forecasts.in_words(goal.name, document))
     for warning in document.get("warnings", ()):  # absent in forecasts of earlier versions
         log.warning("warning: %s", warning)
     path = opened.work_dir / "ladders" / f"{described.name}.html"

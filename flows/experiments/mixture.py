@@ -21,7 +21,7 @@ from flows.experiments.side_by_side import file_name, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
 from flows.run_setup import flow_context
-from flows.runner import THREADS, Runner
+from flows.runner import THREADS, Runner, log_result
 from modeling.planning.auto import resolve_auto
 from modeling.scaling.proxies import Proxy, proposed, training_sources
 from profiles.errors import ProfileError
@@ -70,7 +70,9 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     artifact = mixtures.write_proposal(opened, described, target, measured, against, tokens)
     document = json_artifacts.read(opened, artifact)
     mean = document["losses"][-1]
-    log.info("proposed: mean loss %.4f, %+.4f against the natural mixture", mean["loss"], mean["change"])
+    gain = f"{mean['change']:+.4f} against the natural mixture"
+    # The command prints this at its end, which is soon unless another proxy is trained first.
+    (log.info if check else log_result)(f"proposed: mean loss {mean['loss']:.4f}, {gain}")
     result = {"mixture": described.name, "key": artifact.key, **document}
     if check:
         name = f"{described.name}-{len(sources)}-{artifact.key[:8]}"

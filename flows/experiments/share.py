@@ -27,7 +27,7 @@ from flows.hooks import EXPERIMENT_HOOKS, HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import run_name
 from flows.run_setup import TrainingRun, admitted, flow_context, read_lockfile, resolve_inputs
-from flows.runner import THREADS, Runner
+from flows.runner import THREADS, Runner, log_result
 from flows.start_checks import RunCommand
 from modeling.planning.auto import resolve_auto
 from modeling.scaling.planned_run import PlannedRun, round_of
@@ -111,7 +111,7 @@ def _propose(
     document = json_artifacts.read(opened, artifact)
     if warning := _warning(document, max(described.shares)):
         log.warning(warning)
-    log.info("proposed: continual.replay %g", document["share"])
+    log_result(f"proposed: continual.replay {document['share']:g}")
     result = {"experiment": described.name, "key": artifact.key, **document}
     lines = shares.fitted_lines(document, POINTS)
     path = opened.work_dir / "shares" / f"{described.name}.html"

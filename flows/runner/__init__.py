@@ -7,9 +7,9 @@ folder keeps of steps, `logs.py` sends log lines to Prefect's UI. Imports `flows
 `profiles` and `tasks`.
 """
 
-from flows.runner.logs import forward_logs
+from flows.runner.logs import forward_logs, log_result
 from flows.runner.retries import REJECTIONS
 from flows.runner.runner import THREADS, Runner
 from flows.runner.step_task import Background
 
-__all__ = ["REJECTIONS", "THREADS", "Background", "Runner", "forward_logs"]
+__all__ = ["REJECTIONS", "THREADS", "Background", "Runner", "forward_logs", "log_result"]

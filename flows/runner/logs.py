@@ -6,6 +6,7 @@ import logging
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import CancelledRun
+from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from flows.runner.retries import REJECTIONS
@@ -38,6 +39,14 @@ def forward_logs() -> None:
         for existing in logging.getLogger(name).handlers:
             if isinstance(existing, APILogHandler):
                 existing.addFilter(is_news)
+
+
+def log_result(text: str) -> None:
+    """Log a result for Prefect's UI and the log file; the terminal shows it at the end of the command.
+
+    Call within a flow.
+    """
+    get_run_logger().info(text)
 
 
 def is_news(record: logging.LogRecord) -> bool:

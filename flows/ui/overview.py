@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,7 +22,14 @@ from profiles.schema import Profile
 from tasks.failures import FatalError
 from tasks.reporting.advice import rise_warning
 from tasks.reporting.chart import svg_data_uri
-from tasks.reporting.format import format_bytes, format_count, format_duration, format_mesh, format_step_time
+from tasks.reporting.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_mesh,
+    format_step_time,
+    format_time,
+)
 from tasks.reporting.history import History, seconds_left
 from tasks.store.runs import read_events
 
@@ -121,7 +129,9 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
     speed, step_seconds = history.median("tokens_per_second"), history.median("step_seconds")
     if speed and step_seconds:
         seconds = None if ended else seconds_left(history.recent, steps)
-        left = "" if seconds is None else f", {format_duration(seconds)} left"
+        # With the time of the estimate: nobody updates the page of a flow that was killed.
+        now = format_time(datetime.now(UTC).isoformat())
+        left = "" if seconds is None else f", {format_duration(seconds)} left as of {now}"
         parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} per step{left}")
     return "\n\n".join(parts)
 

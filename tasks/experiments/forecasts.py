@@ -128,9 +128,11 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     return document
 
 
-def log_forecast(run: str, forecast: Mapping[str, Any]) -> None:
-    figures = (forecast["loss"], 100 * forecast["share"], *forecast["interval"])
-    log.info("forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f", run, *figures)
+def in_words(run: str, forecast: Mapping[str, Any]) -> str:
+    """A forecast's loss and interval in one line."""
+    low, high = forecast["interval"]
+    interval = f"{forecast['share']:.0%} interval {low:.4f} to {high:.4f}"
+    return f"forecast of {run}: loss {forecast['loss']:.4f}, {interval}"
 
 
 def outcome(

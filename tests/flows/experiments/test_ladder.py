@@ -63,7 +63,8 @@ def ladder(prefect_server):
     return call
 
 
-def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_path, monkeypatch):
+def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     store = tmp_path / "store"
     made = TokenizerStep().run(Context(load(str(profile)), Store(str(tmp_path / "other"))))
     shutil.copytree(Store(str(tmp_path / "other")).artifacts.path(made), store / "runs/base/export")
@@ -80,6 +81,9 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert "Loss by training compute" in Path(first["page"]).read_text()
     begun = trained(store)
     assert sorted(begun) == sorted(names)
+    # In Prefect's UI; a terminal does not show it a second time.
+    said = [record.name for record in caplog.records if "forecast of micro: loss" in record.getMessage()]
+    assert said == ["prefect.flow_runs"]
 
     # An additional rung is trained alone, and makes another forecast beside the first; earlier versions stored no warnings.
     compute = scaling.forecast
