@@ -174,6 +174,34 @@ def test_installation_names_torchs_cuda_build_before_its_download_and_counts_byt
         install.main()
 
 
+UV = """#!/bin/sh
+case "$*" in
+  *--dry-run) printf ' + torch==2.13.0\n + nvidia-cublas==13.0.0.19\n' >&2;;
+  *) echo "uv downloads"; echo "$@" > arguments; test ! -e refused;;
+esac
+"""
+
+
+def test_uv_installs_where_it_is_and_the_cuda_build_is_named_before(stub, capfd, monkeypatch):
+    uv = stub / "uv"
+    uv.write_text(UV)
+    uv.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(uv) if name == "uv" else None)
+    install.main()
+    printed = capfd.readouterr().out
+    offer = printed.index(
+        "for the CPU build (0.2 GB), press Ctrl-C and run the same `make` with UV_TORCH_BACKEND=cpu"
+    )
+    assert offer < printed.index("uv downloads")
+    assert "unsafe-best-match" in (stub / "arguments").read_text()
+    monkeypatch.setattr(install, "GPU_FILES", (str(stub),))
+    (stub / "refused").touch()
+    install.main()
+    printed = capfd.readouterr().out
+    assert "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB\n" in printed
+    assert (stub / "arguments").read_text().startswith("-m pip install")
+
+
 def test_other_pins_replace_those_of_the_same_packages(stub, monkeypatch):
     pins = "constraints-torch-2.14.txt"
     monkeypatch.setattr(sys, "argv", ["install.py", "--pins", pins, "--extra", "neuron", "--extra", "test"])

@@ -76,16 +76,18 @@ def test_first_run_executes_every_step(finished):
     assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path):
+def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, profile, tmp_path, capsys):
     prepared = pretrain(tmp_path / "fresh", "name=new", until="tokenizer")
     assert prepared["how"] == {"plan": "done", "resolve": "done", "tokenizer": "done"}
     assert not (tmp_path / "fresh/runs/new/profile.yaml").exists()
     assert find_garbage(Store(str(tmp_path / "fresh")))[0] == []  # what was prepared is kept
     pretrain(store, "tokenizer.vocabulary_size=290", until="tokenizer", replace=True)
     assert find_garbage(Store(str(store)))[0] == []  # and what the run uses that is to be replaced
-    trained = pretrain(store, until="train")
-    assert [*trained["how"]][-1] == "train"
-    assert trained["how"]["train"] == "cached"
+    capsys.readouterr()
+    assert main(["run", str(profile), "--store", str(store), "--until", "train"]) == 0
+    *_, train, _, ended = capsys.readouterr().out.splitlines()
+    assert re.match(r"train +cached ", train)
+    assert ended == "ended after train; the same command without --until continues there"
     assert not json.loads((store / "runs/micro/alerts.json").read_text())["reports"]
     with pytest.raises(ProfileError, match="until = graph: is not a step of this run; nearest valid: graphs"):
         pretrain(store, until="graph")
@@ -397,6 +399,7 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     assert len(child) == 8
     steps = json.loads((store / "runs/child/report.json").read_text())["steps"]
     assert {each["step"]: each["note"] for each in steps}["checkpoint"] == "init.from is null"
+    assert "the learning rate rises from " in (store / "runs/child/report.html").read_text()
     capsys.readouterr()
     assert main(["runs", "--store", str(store)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}

@@ -109,6 +109,9 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     found = ask(f"{api}/deployments/filter")
     deployments = {each["name"]: each for each in found if each["entrypoint"] == "trainshed.pretrain"}
     assert f"/deployment/{deployments['tiny']['id']}/run" in started.process.stderr.readline()
+    assert started.process.stderr.readline() == "or in another terminal:\n"
+    # Otherwise Prefect would show a random name until the flow starts.
+    assert started.process.stderr.readline().endswith("deployment run pretrain/tiny --flow-run-name tiny\n")
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
     assert all(field["description"] for field in form.values())
     assert "null" not in json.dumps(form)
@@ -174,6 +177,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     (automation,) = (each for each in automations if each["name"] == AUTOMATION)
     assert automation["enabled"]
     assert automation["trigger"]["posture"] == "Proactive"
+    actions = [[action["type"] for action in each["actions"]] for each in automations]
+    assert all(each and "do-nothing" not in each for each in actions)  # no alerts before there is a block
     (pool,) = ask(f"{api}/work_pools/filter")
     assert (pool["name"], pool["concurrency_limit"]) == ("trainshed", 4)
     deployments = ask(f"{api}/deployments/filter")

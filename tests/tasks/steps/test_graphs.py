@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -371,6 +372,17 @@ def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_
     )
     with pytest.raises(graphs.GraphsFailed, match="TypeError"):
         GraphsStep().run(context)
+
+
+@pytest.mark.compiles
+def test_a_trial_compiles_a_small_graph_and_its_note_says_what_all_would_cost(run, tmp_path):
+    profile = load(str(run / "profile.yaml"), ["compile.enabled=auto"])
+    summary = GraphsStep().run(Context(profile, Store(str(tmp_path / "store")))).summary
+    assert (summary["eager"], summary["total"], summary["failed"]) == (True, 1, 0)
+    assert status(summary) == {"activation": "compiled"}
+    seconds = r"[\d.:]+( s)?"
+    said = rf"1 graph as a trial; all would take {seconds} of CPU to compile and save at most {seconds}: eager mode"
+    assert re.fullmatch(said, summary["note"])
 
 
 def test_auto_compiles_only_where_a_trial_shows_that_it_pays(run, tmp_path, monkeypatch):
