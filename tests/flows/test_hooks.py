@@ -78,6 +78,8 @@ def test_failed_export_has_an_overview(prefect_server, store):
         export("nightly-round-1", str(store))
     page = shown("nightly-round-1")["run"]
     assert page.startswith("# Rejected")
+    assert "**What to do next:** change `run`" in page
+    assert "**Retry**" not in page
     assert "no such run in" in page
     assert "All 8 steps are done" in page
 
