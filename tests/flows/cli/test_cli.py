@@ -119,7 +119,10 @@ def test_runs_are_rejected_before_prefect_is_imported(without_prefect, capsys, p
     )
     for arguments, expected in (
         (["run", "tiny-sft"], "run:tiny: the store ./store has no run tiny with an export; train it first"),
-        (["run", "tiny-sft", "--from", "run:mine"], "--from = run:mine: "),
+        (
+            ["run", "tiny-sft", "--from", "run:mine"],
+            f"there is no such folder: {tmp_path}/store; the first run",
+        ),
         (["run", str(profile), "-s", "data.sources.0.path=empty.txt"], f"is empty: {tmp_path}/empty.txt\n"),
         (
             ["run", str(profile), "-s", "data.sources.0.path=nope"],
