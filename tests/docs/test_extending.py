@@ -1,4 +1,4 @@
-"""docs/extending/: every example runs unchanged and prints what its page shows.
+"""docs/extending/: every example runs unchanged; those that print run in tests/flows/cli/test_cli.py.
 
 A ```python block is the file that its first line names; a ```text block is the output of the block above it.
 """
@@ -6,7 +6,6 @@ A ```python block is the file that its first line names; a ```text block is the 
 import json
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 
@@ -27,19 +26,24 @@ ENTRIES = {
 EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(TEXT)}
 
 
+def write_examples(folder: Path) -> None:
+    """Write all files of the pages, and their entry points as if a package had installed them."""
+    for name, (code, _) in EXAMPLES.items():
+        (folder / f"{name}.py").write_text(code)
+    for group, entry in ENTRIES.items():
+        metadata = folder / f"{entry.partition(' ')[0]}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
+
+
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
     """A working folder with all files of the pages, which can be imported by name."""
-    for name, (code, _) in EXAMPLES.items():
-        (tmp_path / f"{name}.py").write_text(code)
+    write_examples(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")  # for ranks
-    for group, entry in ENTRIES.items():  # as if a package had installed it
-        folder = tmp_path / f"{entry.partition(' ')[0]}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     yield tmp_path
     for name in EXAMPLES:
         sys.modules.pop(name, None)
@@ -47,18 +51,6 @@ def examples(tmp_path, monkeypatch):
 
 def test_every_python_block_names_its_file():
     assert len(EXAMPLES) == TEXT.count("```python\n")
-
-
-@pytest.mark.parametrize("name", [name for name, (_, output) in EXAMPLES.items() if output])
-def test_program_prints_the_documented_output(examples, monkeypatch, capsys, name):
-    from tasks.sources import files
-    from tasks.sources.formats import readers
-
-    # Copies: what an example registers must not outlive the test.
-    monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))
-    monkeypatch.setattr(readers, "READERS", dict(readers.READERS))
-    runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
-    assert capsys.readouterr().out == EXAMPLES[name][1]
 
 
 def test_user_functions_are_accepted_by_a_profile_and_return_sums(examples):

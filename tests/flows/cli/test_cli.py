@@ -17,6 +17,7 @@ import trainshed
 from flows.cli.main import main, parser
 from profiles import resolve
 from tests import wheel
+from tests.docs.test_extending import EXAMPLES, write_examples
 from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import SHADOWING, Command, settings, write_shadowing_modules
 from tests.profiles.published import published
@@ -421,6 +422,12 @@ def test_the_working_folder_stays_on_pythonpath(tmp_path, monkeypatch):
     assert os.environ["PYTHONPATH"] == os.pathsep.join((trainshed.HOME, "", "/other"))
 
 
+RUN_PROGRAMS = """
+import runpy, sys, trainshed
+for name in sys.argv[1:]:
+    runpy.run_path(f"{name}.py", run_name="__main__")
+print(trainshed.HOME)
+"""
 LOSS = """
 from torch.nn.functional import cross_entropy
 
@@ -432,12 +439,27 @@ def smoothed(logits, targets):
 def test_run_prints_steps_final_loss_and_output_paths(
     command, profile, prefect_server, tmp_path, tmp_path_factory, monkeypatch
 ):
-    """The wheel, beside modules of the same names on PYTHONPATH; then a cached run with closed output."""
+    """The wheel, beside modules of the same names on PYTHONPATH; then a cached run with closed output.
+
+    In the wheel's environment, the programs of docs/extending print what their pages show, and `plan` plans.
+    """
     write_shadowing_modules(tmp_path)
     program = wheel.install(tmp_path_factory.mktemp("wheel"))
     assert {path.parent.name for path in program.parents[1].rglob("py.typed")} == {*trainshed.PACKAGES}
+    examples = tmp_path_factory.mktemp("examples")
+    write_examples(examples)
+    printing = {name: output for name, (_, output) in EXAMPLES.items() if output}
+    run_all = [program.with_name("python"), "-c", RUN_PROGRAMS, *printing]
+    ended = subprocess.run(run_all, cwd=examples, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (site,) = program.parents[1].glob("lib/python*/site-packages")
+    assert ended.stdout == "".join(printing.values()) + f"{site.resolve()}\n"
+
     monkeypatch.setattr(Command, "program", (str(program),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, out, err = command("plan", str(profile), "--json").result()
+    assert code == 0, err
+    assert json.loads(out)
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
     code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
