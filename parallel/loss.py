@@ -276,7 +276,9 @@ def chunk_loss(
     losses, grad_logits = _logits_loss(logits, targets, axis, first, vocabulary, train)
     del logits  # its memory is free for the products
     if gradients is not None and grad_logits is not None:
-        grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
+        if slope is not None:
+            grad_logits.mul_(slope)
+            del slope
         if isinstance(gradients, Tensor):
             gradients.copy_(grad_logits.mul_(_factors(targets, weights, grad_logits)))
         else:
