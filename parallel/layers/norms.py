@@ -203,12 +203,16 @@ class _ProjectionRMSNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         wide, grad, of_x, of_weight = x.to(inverse.dtype), grad.to(inverse.dtype), None, None
+        # Not of x̂ = x·r: forward computes it too, after a collective, so that compiled graphs would save it in float32.
+        product = grad * wide  # (..., n, d)
         if needs_gradient(ctx, 1):
-            of_weight = (grad * (wide * inverse)).flatten(0, -3).sum(0).to(weight.dtype)  # (n, d)
+            of_weight = (product * inverse).flatten(0, -3).sum(0).to(weight.dtype)  # (n, d)
         if needs_gradient(ctx, 0):
-            grad = grad * weight.to(inverse.dtype)
-            sums = collectives.all_reduce((grad * wide).sum((-2, -1), keepdim=True), ctx.axis)  # (..., 1, 1)
-            of_x = (grad * inverse + wide * (sums * inverse**3 / -ctx.size)).to(x.dtype)
+            scale = weight.to(inverse.dtype)
+            sums = collectives.all_reduce(product.mul_(scale).sum((-2, -1), keepdim=True), ctx.axis)
+            del product
+            mean = sums * inverse**3 / -ctx.size  # (..., 1, 1)
+            of_x = torch.addcmul((grad * scale).mul_(inverse), wide, mean).to(x.dtype)
         return of_x, of_weight, None, None, None
 
 
