@@ -3,7 +3,7 @@
 FLOPs, communication
              per operator as in modeling/planning/operator_costs.py
 peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order, with the memory of chunks
-             (parallel/layers/overlap.py)
+             (parallel/layers/overlap.py); an elementwise result that is only copied to an input is written there
 saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
 """
@@ -155,6 +155,8 @@ def _require_static(graph: GraphModule) -> None:
 def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
     """Maximum bytes alive at once besides the inputs; consumed inputs are freed after their last use.
 
+    What an elementwise operator computes only to be copied to an input is written there, as compilers do.
+
     A view shares its base's storage. So does the result of waiting for a collective, although fake tensors give it another one.
     """
     waited = {
@@ -167,6 +169,7 @@ def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
     def storages(node: Node) -> list[tuple[int, int]]:
         return [(waited.get(storage, storage), size) for storage, size in _storages(node)]
 
+    written = {node.all_input_nodes[1] for node in graph.graph.nodes if _overwrites_input(node)}
     last_user: dict[Node, Node] = {}
     for node in graph.graph.nodes:
         for argument in node.all_input_nodes:
@@ -180,7 +183,7 @@ def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
     for node in graph.graph.nodes:
         for storage, size in storages(node):
             if storage not in users:
-                kept = node.op == "placeholder" and node.name not in consumed
+                kept = node in written or (node.op == "placeholder" and node.name not in consumed)
                 users[storage], sizes[storage] = 0, 0 if kept else size
                 alive += sizes[storage]
             users[storage] += 1
@@ -198,6 +201,15 @@ def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
                     alive -= sizes[storage]
                     del users[storage]
     return peak - inputs
+
+
+def _overwrites_input(node: Node) -> bool:
+    """Whether a node copies to an input what an elementwise operator computes for nothing else."""
+    if node.target is not torch.ops.aten.copy_.default or len(node.all_input_nodes) != 2:
+        return False
+    target, value = node.all_input_nodes
+    elementwise = torch.Tag.pointwise in getattr(value.target, "tags", ())
+    return target.op == "placeholder" and elementwise and len(value.users) == 1
 
 
 def _storages(node: Node) -> list[tuple[int, int]]:

@@ -134,14 +134,19 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             freed[name] = min(freed.get(name, size), size)
         held = [*layers, *(profile.model.prediction_layers if memory.last else ())]
         blocks = [graph_cache.BLOCKS[modes[layer]] for layer in held]
-        peak = _stage_peak(distinct.values(), blocks, memory.last, freed | {LOSS: memory.loss})
+        available = freed | {LOSS: memory.loss}
+        peak = _stage_peak(distinct.values(), blocks, memory.last, available, memory.total)
         stages.append(StageStats((layers.start, layers.stop), memory.saved, peak))
     torch.compiler.reset()
     return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages), recorder.manifest())
 
 
 def _stage_peak(
-    programs: Iterable[TracedProgram], blocks: Sequence[str], last: bool, freed: Mapping[str, int]
+    programs: Iterable[TracedProgram],
+    blocks: Sequence[str],
+    last: bool,
+    freed: Mapping[str, int],
+    total: int,
 ) -> int:
     """Maximum bytes that a graph of a stage needs in addition to all that autograd saves.
 
@@ -152,12 +157,13 @@ def _stage_peak(
         blocks: region of each of the stage's layers.
         last: whether the stage has the final norm and the loss.
         freed: bytes that autograd frees after a program's backward, or after that of the loss.
+        total: bytes that the loss holds while its graphs run, less those that it saves when it ends.
     """
     names = [*(f"{block}, training" for block in blocks), *([LOSS] if last else [])]
     available = {
         name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
         for name in set(names)
-    }
+    } | {LOSS: -total}
     others = set(graph_cache.REGIONS) - {*graph_cache.BLOCKS.values()} - (set() if last else {"norm", "loss"})
     regions = {*others, *blocks, graph_cache.STEP}
     peaks = [0]
@@ -225,12 +231,14 @@ def run_stage(
         elif compiles_loss:
             output = reduce(torch.add, model.losses_ahead(y, targets))
         constant = [*model.parameters(), *model.buffers()]
-        saved = loss = 0
+        saved = loss = total = 0
         if counts_saved:
             saved = graph_stats.saved_bytes(output, constant)
             loss = saved - graph_stats.saved_bytes(y, constant) - y.nbytes
             if model.first and model.model.tie_word_embeddings:
                 loss -= model.embedding.weight.nbytes
+            if compiles_loss and not model.loss_chunks(batch.tokens.numel()).keep:
+                total = _sum_bytes(model.output_embedding().weight)
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
             if compile := graph_cache.function_compiler(profile.cluster.device, backend):
@@ -238,7 +246,13 @@ def run_stage(
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
                 rehearse(profile, model, stages, mesh, y, compile)
-        return _Saved(saved, max(loss, 0), model.last)
+        return _Saved(saved, max(loss, 0), total, model.last)
+
+
+def _sum_bytes(head: Tensor) -> int:
+    """Bytes of the sum of a head's gradients, less those of the gradient that the loss saves of it."""
+    wide = torch.promote_types(head.dtype, torch.float32).itemsize
+    return head.numel() * (wide - head.itemsize) if head.requires_grad else 0
 
 
 class _Saved(NamedTuple):
@@ -246,6 +260,7 @@ class _Saved(NamedTuple):
 
     saved: int  # bytes
     loss: int  # bytes of these that are free when backward reaches the blocks; the gradients of tied weights are not
+    total: int  # bytes of the sum that the loss's chunks add to, less those that it saves of it
     last: bool  # whether it is the last stage
 
 

@@ -426,12 +426,10 @@ def test_documented_topologies_are_those_of_the_profiles():
 
 
 def test_documented_plans_are_near_their_traces():
-    """A plan needs no less memory than its trace, but for three, and hardly a third more."""
-    excess = {"olmo3-7b": 0.1, "gemma3-12b-h100": 0.6, "gpt-oss-20b-h100": 0.5}  # GiB
+    """A plan needs no less memory than its trace, and hardly a third more."""
     for name, row in DOCUMENTED.items():
         planned, traced = (float(cell.split()[0]) for cell in row[4:6])
-        assert round(traced - planned, 1) <= excess.get(name, 0), name
-        assert planned < 1.35 * traced, name
+        assert traced <= planned < 1.35 * traced, name
 
 
 def test_quickstart_is_small_and_computes_the_same_on_every_machine():

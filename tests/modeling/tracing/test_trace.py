@@ -18,11 +18,12 @@ from modeling.planning.memory import activation_bytes, plan_buckets
 from modeling.planning.planner import plan
 from modeling.planning.stage_costs import StageCosts
 from modeling.tracing import compile, graph_stats, operators
-from modeling.tracing.trace import Trace, trace
+from modeling.tracing.trace import Trace, fake_world, trace
 from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
 from parallel import device, initialize
 from parallel.attention import kernels
+from parallel.layers.norms import ProjectionNorm
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -263,6 +264,16 @@ def block_graphs(*overrides: str) -> tuple[graph_stats.GraphStats, ...]:
     return next(p for p in traced(*overrides).programs if p.name == "block, training").graphs
 
 
+def test_projection_norms_save_no_float32_copy_of_their_heads(tmp_path):
+    """Between two ranks, whose sum forward waits for: graphs save what backward needs from after it."""
+    with fake_world(profile(tmp_path), 0, 0) as mesh:
+        norm = ProjectionNorm(8, 16, mesh, dtype=torch.bfloat16)
+        compiled = torch.compile(norm, backend=lambda *region: manifest.capture(*region)[0], fullgraph=True)
+        heads = torch.zeros(2, 32, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+        saved = graph_stats.saved_bytes(compiled(heads), [heads, norm.weight])
+    assert saved == 4 * 2 * 32  # the inverse root of each token
+
+
 def test_backward_graph_gathers_inputs_again_instead_of_saving_them():
     graphs = block_graphs()
     forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in graphs)
@@ -337,7 +348,7 @@ def test_user_function_that_reads_a_value_is_rejected_where_everything_is_compil
         trace(profile(tmp_path, "cluster.device=neuron", "train.loss=reads:loss"))
 
 
-def test_peak_excludes_views_and_freed_results():
+def test_peak_excludes_views_freed_results_and_sums_that_are_added_to():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def chain(x):
@@ -345,8 +356,12 @@ def test_peak_excludes_views_and_freed_results():
             x = x.view(-1).view(4, 256) + 1
         return x
 
-    graph = make_fx(chain, tracing_mode="fake")(torch.zeros(4, 256))
-    assert graph_stats.measure(graph, {}).peak == 2 * 4096
+    def add(total, x):  # as functionalization makes it of `total += x.exp()`
+        total.copy_(total + x.exp())
+
+    x = torch.zeros(4, 256)
+    graph, sums = make_fx(chain, tracing_mode="fake")(x), make_fx(add, tracing_mode="fake")(x, x)
+    assert [graph_stats.measure(each, {}).peak for each in (graph, sums)] == [2 * 4096, 4096]
 
 
 def test_flops_of_operators_that_change_their_inputs_are_counted():
