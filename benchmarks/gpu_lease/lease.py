@@ -76,11 +76,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """A row: its figures, and the seconds below which it is not started."""
+    """A row: its figures, the seconds without which it is not started, whether it needs a GPU."""
 
     name: str
     needs: float
     measure: Callable[[Machine], dict[str, Any]]
+    needs_gpu: bool = False
 
 
 def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
@@ -91,6 +92,9 @@ def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
     for row in rows:
         if row.name in done:
             print(f"{row.name}: done in an earlier lease", flush=True)
+            continue
+        if machine.rehearse and row.needs_gpu:
+            print(f"{row.name}: not rehearsed, needs a GPU", flush=True)
             continue
         if machine.left < row.needs:
             print(f"{row.name}: not started, needs {row.needs:.0f} s of {machine.left:.0f}", flush=True)

@@ -48,10 +48,9 @@ Figures = dict[str, Any]
 
 
 def arguments(machine: Machine, workload: str, *more: str, steps: int = 10, warm_up: int = 3) -> list[str]:
-    """Options of our training step; small and in float32 in a rehearsal."""
+    """Options of our training step; small, and in float32 instead of bf16, in a rehearsal."""
     if machine.rehearse:
         workload, steps, warm_up = "tiny-mixtral" if workload == "mixtral" else "tiny", 2, 1
-        more = tuple(each for each in more if each != "--fp8")
     precision = "float32" if machine.rehearse else "bf16"
     given = ["--workload", workload, "--precision", precision, "--device", machine.device, "--threads", "1"]
     given += [*more, "--steps", str(steps), "--warm-up", str(warm_up)]
@@ -135,7 +134,7 @@ ROWS: tuple[Row, ...] = (
     Row("cuda-tests", 60, device_tests),
     Row("mixtral", 50, experts),
     *(
-        Row(f"kernel-{name}-{peer}", 15, partial(kernel, name=name, peer=peer, sizes=sizes))
+        Row(f"kernel-{name}-{peer}", 15, partial(kernel, name=name, peer=peer, sizes=sizes), peer == "cudnn")
         for name, peer, sizes in KERNELS
     ),
     train("lora-8b", "8b-4k", "--lora-rank", "16", needs=90, steps=5),

@@ -62,6 +62,7 @@ def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again
     chosen = [
         lease.Row("long", 50, fail),
         lease.Row("bad", 1, fail),
+        lease.Row("cudnn", 1, fail, needs_gpu=True),
         lease.Row("good", 1, lambda machine: {"ms": 1}),
     ]
     machine, out = lease.Machine(True, time.monotonic() + 20, tmp_path), tmp_path / "lease.jsonl"
@@ -71,9 +72,9 @@ def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again
     assert found == [("bad", True), ("good", False), ("bad", True)]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("long: not started, needs 50 s")
-    assert printed[-1] == "good: done in an earlier lease"
+    assert printed[-2:] == ["cudnn: not rehearsed, needs a GPU", "good: done in an earlier lease"]
     monkeypatch.setattr(lease, "describe", lambda machine: {"card": "NVIDIA H200"})
-    lease.run(chosen[2:], machine, out)  # what another card did, such as a rehearsal, does not count
+    lease.run(chosen[3:], machine, out)  # what another card did, such as a rehearsal, does not count
     assert capsys.readouterr().out == "good: ms 1\n"
 
 
