@@ -1,13 +1,14 @@
 """Compile a program ahead of time: `python -m modeling.tracing.compile --run-folder RUN ...`
 
-Traces the program's stage again under fake tensors, as trace.py does. When its region is captured, the profile's
-compiler compiles the graph in the same state as in a training process, so that training finds the cache entries.
+Traces the program's stage again under fake tensors, as trace.py does, up to the program. When its region is captured, the
+profile's compiler compiles the graph in the same state as in a training process, so that training finds the cache entries.
 Writes the result as JSON; an error names the module and source line of the model if torch reports them.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import logging
 import re
@@ -40,25 +41,32 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 log = logging.getLogger(__name__)
 
 
+class _Compiled(BaseException):
+    """Ends a stage's trace, whose other programs are not needed; not an exception that Dynamo would wrap."""
+
+
 class ProgramCompiler(RegionBackends):
     """torch.compile backends that compile a program, given by the digests of its regions, and no other."""
 
     def __init__(self, name: str, regions: Collection[str], compiler: Compiler) -> None:
         super().__init__()
-        self.name, self.regions, self.compiler = name, regions, compiler
-        self.found = False  # whether the stage runs the program
+        self.name, self.regions, self.compiler = name, {*regions}, compiler
+        self.found: set[str] = set()  # its regions that the stage has run
         self.graphs = 0
         self.seconds = 0.0
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         name = program_name(region)
-        if name == self.name and manifest.region_digest(name, graph, inputs) in self.regions:
-            self.found = True
+        digest = manifest.region_digest(name, graph, inputs) if name == self.name else None
+        if digest in self.regions - self.found:
+            self.found.add(digest)
             before, start = sum(self.compiler.cache_counts()), time.perf_counter()
             with unset_fake_temporarily():  # as in training: compilers create real tensors
                 self.compiler.compile(graph, inputs)
             self.graphs += sum(self.compiler.cache_counts()) - before
             self.seconds += time.perf_counter() - start
+            if self.found == self.regions:
+                raise _Compiled
         return graph.forward  # for the shapes of its results
 
 
@@ -78,8 +86,9 @@ def compile_program(
             if count > 1:  # otherwise this machine may have no device
                 devices.set_current_device(torch.device(kind, index))
             torch.compiler.reset()  # an earlier capture would be reused
-            target.found = False
-            run_stage(profile, stage, target.backend, FakeTensorMode())
+            target.found.clear()
+            with contextlib.suppress(_Compiled):
+                run_stage(profile, stage, target.backend, FakeTensorMode())
             if not target.found:
                 error = "its graphs differ from the traced ones"
     except Exception as failure:
