@@ -32,7 +32,8 @@ GPT = (
 )
 PIPELINE = ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1")
 CLIP = "train.qk_clip=0.02"
-MASKED = ("train.document_masks=true", CLIP)
+DOCUMENTS = "train.document_masks=true"
+MASKED = (DOCUMENTS, CLIP)
 TWO_RANKS = {
     "tensor": ("parallel.tensor=2", "parallel.overlap_chunks=2"),
     "data": ("parallel.tensor=1", "checkpoint.async=true"),
@@ -56,16 +57,14 @@ COMPILED = {
         *(*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
         "evaluate.metrics=[tests.emulation.user_functions:accuracy]",
     ),
-    # in a ring with documents
-    "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", *MASKED),
     "compiled, dpo, zero bubble": (*DPO, *PIPELINE, "parallel.schedule=zero_bubble"),
     # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
     # recompiles for by default
     USERS: (*GPT, "parallel.tensor=2", "train.loss=tests.emulation.user_functions:cross_entropy"),
-    # in microbatches, with room for every row
-    "compiled, experts": (
-        *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
-        *("train.micro_batch_size=1", "train.recompute=selective"),
+    # in microbatches, with room for every row, and in a ring with documents
+    "compiled, experts, bounds": (
+        *(*EXPERTS, "parallel.tensor=1", "parallel.context=2", "parallel.expert=2", DOCUMENTS),
+        *("train.capacity_factor=2.0", "train.micro_batch_size=1", "train.recompute=selective"),
     ),
     SHARDED_ADAPTERS: (
         *(*ADAPTERS, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
@@ -190,7 +189,9 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
     """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
     runs = {}
-    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, DPO, ADAPTERS, MASKED)):
+    for number, settings in enumerate(
+        ((), GPT, DEEP, EXPERTS, (*EXPERTS, DOCUMENTS), BF16, DPO, ADAPTERS, MASKED)
+    ):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
         )  # fmt: skip
@@ -266,10 +267,9 @@ def base_weights(cpu_runs: dict[tuple[str, ...], Path]) -> Path:
 
 def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
     """The settings that change losses."""
-    for model in (GPT, DEEP, EXPERTS, BF16, DPO, ADAPTERS):
-        if settings[: len(model)] == model:
-            return model
-    return tuple(setting for setting in settings if setting in MASKED)
+    models = (GPT, DEEP, EXPERTS, BF16, DPO, ADAPTERS)
+    model = next((each for each in models if settings[: len(each)] == each), ())
+    return *model, *(each for each in MASKED if each in settings and each not in model)
 
 
 def results(run: Path) -> dict[str, float]:
