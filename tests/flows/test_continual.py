@@ -248,12 +248,14 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     constant = ["train.schedule=constant", "train.optimizer=muon"]
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1", *constant], None, str(copy), replace=True)
     trunk = ("continual.schedule=trunk", *constant)
-    own = ("continual.replay_from=generated", "continual.replay=0.25")  # text of the replaced model
+    own = ("continual.replay_from=generated", "continual.replay=0.25", "continual.generated_tokens=330")
     state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, *trunk, store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
-    assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
+    assert (
+        stream["tokens"] == 10 * 32
+    )  # text of the replaced model: rows of 330 tokens, not 16 for 8 replayed windows
     assert (
         "25% of the samples replayed from generated text"
         in (copy / "runs/nightly-round-1/report.html").read_text()

@@ -300,6 +300,13 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             [*RECORDS, "objective.kind=sft", "continual.replay_from=generated"],
             *("continual.replay_from", "generated", "samples text", ("history",)),
         ),
+        (
+            ["continual.generated_tokens=9"],
+            "continual.generated_tokens",
+            9,
+            "continual.replay_from is",
+            ("null",),
+        ),
         (["objective.beta=0.2"], "objective.beta", 0.2, "objective.kind is pretrain", (0.1,)),
         (
             [*RECORDS, "objective.kind=dpo", "objective.maximum_prompt_length=300"],

@@ -40,6 +40,9 @@ def test_muon_updates_the_matrices_of_blocks_only():
     block = {"attention.qkv.weight", "attention.output.weight", "mlp.up.weight", "mlp.down.weight"}
     assert updated_by_muon(Case("gpt", optimizer="muon")) == block
     assert updated_by_muon(Case("gpt")) == set()
+    chosen = resolve.load("tiny", ["train.optimizer=muon", "train.muon_coefficients=polar_express"])
+    matrix = torch.nn.Parameter(torch.zeros(2, 2))
+    assert rule_of(chosen)("layers.0.mlp.up.weight", matrix).coefficients == "polar_express"
 
 
 def test_projections_to_heads_are_cut_into_the_rows_of_each():

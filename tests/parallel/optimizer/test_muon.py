@@ -190,15 +190,15 @@ def test_planned_sizes_of_stacks_are_those_of_the_programs(heads):
     assert sizes.block == 4  # not smaller because of the 5 rows
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize(("coefficients", "error"), [("published", 0.2), ("polar_express", 0.1)])
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (40, 40)])
-def test_bf16_orthogonalization_is_near_that_in_float64(shape, coefficients):
+def test_bf16_orthogonalization_is_near_that_in_float64(shape, coefficients, error):
     """bf16 has 8 bits: each step rounds products by 2⁻⁹, which slopes of up to 8 amplify."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     exact = orthogonalize(matrix.double(), COEFFICIENTS[coefficients])
-    low, high = torch.linalg.svdvals(exact)[[-1, 0]]
-    assert high < 1.3
-    assert low > 0 if shape == (40, 40) else low > 0.6
+    singular_values = torch.linalg.svdvals(exact)
+    assert 0.6 < singular_values.min() < singular_values.max() < 1.3
+    assert (singular_values - 1).abs().mean() < error
     rounded = orthogonalize(matrix.bfloat16(), COEFFICIENTS[coefficients]).double()
     assert (rounded - exact).norm() < 0.03 * exact.norm()
     torch.testing.assert_close(
