@@ -199,11 +199,11 @@ def main() -> int:
     parser = make_parser(__doc__, rounds=3)
     names = [*CHECKS, *(comparison.name for comparison in COMPARISONS)]
     names += [row.name for row in lease_rows.ROWS if row.name not in names]
-    about = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
-    parser.add("--minutes N", about, type=float)
-    about = f"JSON Lines file to which each row is appended when it exists (default: {OUT}; with --minutes {LEASE}, whose "
-    about += "rows of this card are skipped)"
-    parser.add("--out FILE", about, type=Path)
+    help_text = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
+    parser.add("--minutes N", help_text, type=float)
+    help_text = f"JSON Lines file to which each row is appended when it exists (default: {OUT}; with --minutes {LEASE}, whose "
+    help_text += "rows of this card are skipped)"
+    parser.add("--out FILE", help_text, type=Path)
     parser.add("--nccl FILE", "with --minutes: NCCL library that allows several ranks on one GPU", type=Path)
     parser.add("--only ROW", f"run only these, of {', '.join(names)}", nargs="+", choices=names)
     parser.add("--rehearse", "run the rows on the CPU with tiny sizes")

@@ -74,8 +74,8 @@ CASES = {
 
 def main() -> None:
     parser = make_parser(__doc__, out="memory")
-    about = "measure these overrides (JSON list) as one rank"
-    parser.add("overrides OVERRIDES", about, nargs="?", type=json.loads)
+    help_text = "measure these overrides (JSON list) as one rank"
+    parser.add("overrides OVERRIDES", help_text, nargs="?", type=json.loads)
     options = parser.parse_args()
     if options.overrides is not None:
         if case(options.overrides).world_size > 1:

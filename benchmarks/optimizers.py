@@ -82,8 +82,8 @@ def loss_of(run: PlannedRun, results: Results) -> float:
     text, validation = texts()
     train = run.profile.train
     loss = train_and_evaluate(run.profile, Text(text, train.seed), Text(validation, 0, VALIDATION)).loss
-    about = train.model_dump(include={"optimizer", "seed", "steps", "learning_rate"})
-    results.add(run.name, **about, loss=loss)
+    settings = train.model_dump(include={"optimizer", "seed", "steps", "learning_rate"})
+    results.add(run.name, **settings, loss=loss)
     return loss
 
 

@@ -102,9 +102,9 @@ def main() -> int:
     )
     parser.add("--only ROW", f"of {', '.join(names)}", nargs="+", choices=names)
     parser.add("--json", "print one JSON document instead of the table")
-    about = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
-    about += f"(default: {MINUTES}; with --only, no limit)"
-    parser.add("--minutes N", about, type=float)
+    help_text = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
+    help_text += f"(default: {MINUTES}; with --only, no limit)"
+    parser.add("--minutes N", help_text, type=float)
     options = parser.parse_args()
     minutes = MINUTES if options.minutes is None and not options.only else options.minutes
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]

@@ -76,12 +76,12 @@ def register_automation(silence: float = SILENCE_SECONDS) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="flows.registration")
-    about = "notification block that alerts are sent to, such as slack-webhook/team"
-    parser.add("--alerts TYPE/NAME", about)
-    about = "register the deployments of this file, in the format of prefect.yaml"
-    parser.add("--deployments FILE", about, type=Path)
-    about = "evaluate each completed checkpoint, with these tasks of lm-evaluation-harness"
-    parser.add("--evaluate TASK", about, nargs="*")
+    help_text = "notification block that alerts are sent to, such as slack-webhook/team"
+    parser.add("--alerts TYPE/NAME", help_text)
+    help_text = "register the deployments of this file, in the format of prefect.yaml"
+    parser.add("--deployments FILE", help_text, type=Path)
+    help_text = "evaluate each completed checkpoint, with these tasks of lm-evaluation-harness"
+    parser.add("--evaluate TASK", help_text, nargs="*")
     options = parser.parse_args(arguments)
     register_pool()
     register_automation()

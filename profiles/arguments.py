@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         # Python 3.14 would color usage if standard output is a terminal, even in messages to standard error.
         self.color = False
 
-    def add(self, words: str, about: str, **settings: Any) -> None:
+    def add(self, words: str, help_text: str, **settings: Any) -> None:
         """Add an argument with its help, which ends with its default, if it has one.
 
         Args:
@@ -50,9 +50,9 @@ class Parser(argparse.ArgumentParser):
         """
         name, _, metavar = words.partition(" ")
         if default := settings.get("default"):
-            about = f"{about} (default: {default})"
+            help_text = f"{help_text} (default: {default})"
         kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
-        self.add_argument(name, help=about, **kind, **settings)
+        self.add_argument(name, help=help_text, **kind, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)

@@ -97,14 +97,14 @@ def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
     yield "| key | type | default | description |\n|---|---|---|---|"
     described = descriptions(section)
     for name, field in section.model_fields.items():
-        key, about = f"{path}{field.alias or name}", field.description or described[name]
+        key, description = f"{path}{field.alias or name}", field.description or described[name]
         sections = sections_in(field.annotation)
         is_list = typing.get_origin(field.annotation) is list
         subsections += [(f"{key}.0" if is_list else key, subsection) for subsection in sections]
         kind = _cell(_type_name(field.annotation))
         if sections:
             kind = "list of sections" if is_list else "section"
-        yield f"| `{key}` | {kind} | {_default(field, about)} | {_cell(about)} |"
+        yield f"| `{key}` | {kind} | {_default(field, description)} | {_cell(description)} |"
     yield ""
     for key, subsection in subsections:
         variants = sum(key == other for other, _ in subsections)
@@ -140,10 +140,10 @@ def descriptions(section: type[Section]) -> dict[str, str]:
     }
 
 
-def _default(field: FieldInfo, about: str) -> str:
+def _default(field: FieldInfo, description: str) -> str:
     """The default value; "derived" from other keys if only the description says how."""
     if field.default is PydanticUndefined and field.default_factory is None:
-        return "derived" if "(default: " in about else "required"
+        return "derived" if "(default: " in description else "required"
     if field.default is PydanticUndefined:
         return "empty"
     if field.default is None:

@@ -32,12 +32,12 @@ def make_parser(documentation: str | None, rounds: int | None = None, out: str |
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if rounds:
-        about = "number of times that each side runs, alternately"
-        parser.add("--rounds N", about, type=positive, default=rounds)
+        help_text = "number of times that each side runs, alternately"
+        parser.add("--rounds N", help_text, type=positive, default=rounds)
     if out:
         path = Path(f"build/benchmarks/{out}.jsonl")
-        about = "JSON Lines file to which each row is appended when it exists"
-        parser.add("--out FILE", about, type=Path, default=path)
+        help_text = "JSON Lines file to which each row is appended when it exists"
+        parser.add("--out FILE", help_text, type=Path, default=path)
     return parser
 
 

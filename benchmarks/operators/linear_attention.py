@@ -22,8 +22,10 @@ LAYERS = {"linear": "0", "full": "3"}
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3, out="linear_attention")
-    about = "tokens of the sequences (default: 2048 to 32768)"
-    parser.add_argument("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=about)
+    help_text = "tokens of the sequences (default: 2048 to 32768)"
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=help_text
+    )
     parser.add("--longest-full TOKENS", "longest sequence of full attention", type=positive, default=8192)
     parser.add("--threads N", "torch threads", type=positive, default=2)
     options = parser.parse_args()

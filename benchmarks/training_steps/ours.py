@@ -48,8 +48,8 @@ def parser() -> Parser:
     parser = workload.workload_parser(__doc__)
     for axis in ("tensor", "pipeline", "context"):
         parser.add(f"--{axis} N", "degree; the remaining ranks are data-parallel", type=int, default=1)
-    about = "degree: data-parallel ranks that the experts are divided among"
-    parser.add("--expert N", about, type=int, default=1)
+    help_text = "degree: data-parallel ranks that the experts are divided among"
+    parser.add("--expert N", help_text, type=int, default=1)
     parser.add("--sequence-parallel", "shard activations between layers too")
     parser.add("--overlap-chunks N", "chunks that overlap with collectives (default: by size)", type=int)
     parser.add("--async-tensor", "fuse matrix products with collectives (cuda)")
@@ -58,12 +58,12 @@ def parser() -> Parser:
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     parser.add_argument("--shard-degree", type=int, help="ranks over which states are sharded (HSDP)")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    about = "of Newton–Schulz steps (default: torch's)"
-    parser.add_argument("--muon-dtype", choices=workload.DTYPES, default="bf16", help=about)
-    about = (
+    help_text = "of Newton–Schulz steps (default: torch's)"
+    parser.add_argument("--muon-dtype", choices=workload.DTYPES, default="bf16", help=help_text)
+    help_text = (
         "end an update, also in its time, when the weights are gathered, instead of beside the next forward"
     )
-    parser.add("--wait-for-weights", about)
+    parser.add("--wait-for-weights", help_text)
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add("--lora-rank N", "train updates of this rank; the other weights are drawn", type=int)
     return parser

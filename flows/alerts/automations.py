@@ -36,15 +36,15 @@ def register_alerts(block: str | None = None) -> None:
     Raises ProfileError if the server has no such block.
     """
     document = _block_document(block) if block else None
-    for name, (kind, about) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
+    for name, (kind, event) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
         trigger, subject, body = trigger_for(kind), *_message(kind)
         actions: list[ActionTypes] = []
         if document:
             actions = [SendNotification(block_document_id=document, subject=subject, body=body)]
         if (existing := read_automation(name)) is None:
             if actions:
-                about = f"Notify when {about}"
-                Automation(name=name, description=about, trigger=trigger, actions=actions).create()
+                description = f"Notify when {event}"
+                Automation(name=name, description=description, trigger=trigger, actions=actions).create()
             continue
         if actions and all(isinstance(each, DoNothing) for each in existing.actions):
             existing.actions, existing.enabled = actions, True
@@ -70,8 +70,8 @@ def register_evaluation(tasks: Sequence[str]) -> None:
     trigger = trigger_for("checkpoint")
     action = RunDeployment(deployment_id=deployment.id, parameters={**parameters, "tasks": list(tasks)})
     if (existing := read_automation(EVALUATION)) is None:
-        about = "Run evaluate/evaluate when a checkpoint is complete"
-        Automation(name=EVALUATION, description=about, trigger=trigger, actions=[action]).create()
+        description = "Run evaluate/evaluate when a checkpoint is complete"
+        Automation(name=EVALUATION, description=description, trigger=trigger, actions=[action]).create()
         return
     existing.trigger, existing.actions = trigger, [action]
     existing.update()

@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_training(commands: Any) -> None:
     """Add run, chain and fork."""
-    about = "run a profile, from the tokenizer to the exported model"
-    run = _command(commands, "run", "PROFILE", about, "tiny --name first")
+    help_text = "run a profile, from the tokenizer to the exported model"
+    run = _command(commands, "run", "PROFILE", help_text, "tiny --name first")
     _profile(run)
     _store(run)
     run.add("--name NAME", "the run's name (default: the profile's)")
@@ -108,18 +108,20 @@ def _add_training(commands: Any) -> None:
     run.add("--dry-run", "only print the training job: script or manifests")
     run.set_defaults(fork=None)
 
-    about = "train profiles in a chain, each from the previous export"
-    chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, "tiny tiny-sft tiny-dpo", "run:chain")
+    help_text = "train profiles in a chain, each from the previous export"
+    chain = _command(
+        commands, "chain", "PROFILE [PROFILE ...]", help_text, "tiny tiny-sft tiny-dpo", "run:chain"
+    )
     chain.add("profiles PROFILE", "profiles' names or paths of YAML files", nargs="+")
     _overrides(chain, "; PROFILE:KEY.PATH=VALUE for one profile")
     _store(chain)
     chain.add("--name NAME", "prefix of the runs' names: NAME-PROFILE")
-    about = "if these names belong to runs with another model, data or training, move them to NAME~N and start over"
-    chain.add("--replace", about)
+    help_text = "if these names belong to runs with another model, data or training, move them to NAME~N and start over"
+    chain.add("--replace", help_text)
 
-    about = "start a new run from another run's checkpoint"
+    help_text = "start a new run from another run's checkpoint"
     example = "tiny@600 colder --set train.learning_rate=1e-3"
-    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, "runs.fork:run")
+    fork = _command(commands, "fork", "RUN[@STEP] NEW", help_text, example, "runs.fork:run")
     fork.add("parent RUN[@STEP]", "a run, and a checkpoint's step (default: latest)")
     fork.add("name NEW", "name of the new run")
     _overrides(fork)
@@ -132,28 +134,28 @@ def _add_training(commands: Any) -> None:
 
 def _add_experiments(commands: Any) -> None:
     """Add ladder, mixture and branches, which plan or train the runs that a file describes."""
-    about = "forecast a run's loss from smaller runs"
+    help_text = "forecast a run's loss from smaller runs"
     action = "plan: show the rungs and their cost; run: train the missing ones, and write the forecast"
-    ladder = _experiment(commands, "ladder", "training/ladder.md", about, action)
+    ladder = _experiment(commands, "ladder", "training/ladder.md", help_text, action)
     ladder.add("--target", "run: also train the target, once its forecast is in the store")
 
-    about = "find weights for a run's data sources from small runs"
+    help_text = "find weights for a run's data sources from small runs"
     action = (
         "plan: show the proxies and their cost; run: train the missing ones, and propose weights; share: train small rounds of a "
         "continual series, and propose its share of replay, from a share file (docs/training/continual.md)"
     )
-    mixture = _experiment(commands, "mixture", "training/mixtures.md", about, action, ("share",))
+    mixture = _experiment(commands, "mixture", "training/mixtures.md", help_text, action, ("share",))
     mixture.add(
         "--check", "run: also train a proxy with the proposed weights, and compare it with its forecast"
     )
 
-    about = "compare training lengths as branches of a single trunk"
+    help_text = "compare training lengths as branches of a single trunk"
     action = "plan: show the runs and their cost; run: train the missing ones, and compare all"
-    _experiment(commands, "branches", "training/branches.md", about, action)
+    _experiment(commands, "branches", "training/branches.md", help_text, action)
 
 
 def _experiment(
-    commands: Any, name: str, page: str, about: str, action: str, others: Sequence[str] = ()
+    commands: Any, name: str, page: str, help_text: str, action: str, others: Sequence[str] = ()
 ) -> Parser:
     """Add a command that plans or runs a file.
 
@@ -163,7 +165,7 @@ def _experiment(
     """
     actions = ("plan", "run", *others)
     shown = "|".join(actions)
-    command = _command(commands, name, f"{shown} FILE", about, f"plan {name}.yaml", f"experiments:{name}")
+    command = _command(commands, name, f"{shown} FILE", help_text, f"plan {name}.yaml", f"experiments:{name}")
     command.add(f"action {shown}", action, choices=actions)
     command.add("file FILE", f"a {name} file (docs/{page})")
     _store(command)
@@ -172,100 +174,102 @@ def _experiment(
 
 def _add_stores(commands: Any) -> None:
     """Add runs, evaluate, series, promote, fleet and gc."""
-    about = "list the runs of a store, with their state and size"
-    runs = _command(commands, "runs", "", about, "", "runs.runs:run")
+    help_text = "list the runs of a store, with their state and size"
+    runs = _command(commands, "runs", "", help_text, "", "runs.runs:run")
     _store(runs)
 
-    about = "evaluate checkpoints: held-out loss, language-model tasks"
-    evaluate = _command(commands, "evaluate", "RUN[@STEP]", about, "tiny --task hellaswag --limit 100")
+    help_text = "evaluate checkpoints: held-out loss, language-model tasks"
+    evaluate = _command(commands, "evaluate", "RUN[@STEP]", help_text, "tiny --task hellaswag --limit 100")
     evaluate.add("run RUN[@STEP]", "a run, and one checkpoint's step (default: all)")
-    about = "task of lm-evaluation-harness (extra lm-eval); repeatable; default: only held-out loss"
-    evaluate.add("--task NAME", about, dest="tasks", action="append", default=[])
+    help_text = "task of lm-evaluation-harness (extra lm-eval); repeatable; default: only held-out loss"
+    evaluate.add("--task NAME", help_text, dest="tasks", action="append", default=[])
     evaluate.add("--include FOLDER", "folder with your own task files", default="")
     evaluate.add("--limit N", "maximum examples per task", type=integer(1))
     evaluate.add("--follow", "wait for further checkpoints until the run ends")
     _overrides(evaluate)
     _store(evaluate)
-    about = "local folder for run folders if the store is on S3, like cluster.work_dir"
-    evaluate.add("--work-dir FOLDER", about, default="./store")
+    help_text = "local folder for run folders if the store is on S3, like cluster.work_dir"
+    evaluate.add("--work-dir FOLDER", help_text, default="./store")
 
-    about = "show the rounds of a continual series, with their losses"
-    series = _command(commands, "series", "NAME", about, "tiny", "runs.series:run")
+    help_text = "show the rounds of a continual series, with their losses"
+    series = _command(commands, "series", "NAME", help_text, "tiny", "runs.series:run")
     series.add("name NAME", "the series: the name of its first run")
     _store(series)
     _output(series, "series.html")
 
-    about = "make an earlier model of a series the promoted one again"
-    promote = _command(commands, "promote", "NAME RUN", about, "tiny tiny-round-1", "runs.series:promote")
+    help_text = "make an earlier model of a series the promoted one again"
+    promote = _command(commands, "promote", "NAME RUN", help_text, "tiny tiny-round-1", "runs.series:promote")
     promote.add("name NAME", "the series: the name of its first run")
     promote.add("run RUN", "a run that was promoted: a round's, or the first")
     _store(promote)
 
-    about = "write a page of all runs: progress, speed, goodput, cost"
-    fleet = _command(commands, "fleet", "", about, "--output fleet.html", "runs.runs:fleet")
+    help_text = "write a page of all runs: progress, speed, goodput, cost"
+    fleet = _command(commands, "fleet", "", help_text, "--output fleet.html", "runs.runs:fleet")
     _store(fleet)
     _output(fleet, "fleet.html")
 
-    about = "show or remove files of a store that no run refers to"
-    collect = _command(commands, "gc", "", about, "", "runs.runs:gc")
+    help_text = "show or remove files of a store that no run refers to"
+    collect = _command(commands, "gc", "", help_text, "", "runs.runs:gc")
     _store(collect)
     collect.add("--yes", "remove the listed files")
 
 
 def _add_planning(commands: Any) -> None:
     """Add plan and up."""
-    about = "plan a run: memory, communication, step time and cost"
-    plan = _command(commands, "plan", "PROFILE", about, "tiny")
+    help_text = "plan a run: memory, communication, step time and cost"
+    plan = _command(commands, "plan", "PROFILE", help_text, "tiny")
     _profile(plan)
     plan.add(
         "--search", "rank the topologies that fit the profile's cluster, and show why others are rejected"
     )
-    about = "print what this profile would run again of an existing run, and why"
-    plan.add("--changes RUN", about, default="")
+    help_text = "print what this profile would run again of an existing run, and why"
+    plan.add("--changes RUN", help_text, default="")
     _store(plan)
 
     up = _command(commands, "up", "", "start a Prefect server and a worker on this machine", "")
     up.add("--port PORT", "port of the UI and the API", default=4200, type=integer(1, 65535))
     up.add("--register", "only register, with the server of PREFECT_API_URL")
-    about = "register the deployments of all shipped profiles, not only of those that can start from here"
-    up.add("--all", about)
-    about = "send alerts to this Prefect notification block, such as slack-webhook/team"
-    up.add("--alerts TYPE/NAME", about)
-    about = "evaluate each checkpoint once it is complete, and run these lm-evaluation-harness tasks on it"
-    up.add("--evaluate TASK", about, nargs="*")
+    help_text = "register the deployments of all shipped profiles, not only of those that can start from here"
+    up.add("--all", help_text)
+    help_text = "send alerts to this Prefect notification block, such as slack-webhook/team"
+    up.add("--alerts TYPE/NAME", help_text)
+    help_text = (
+        "evaluate each checkpoint once it is complete, and run these lm-evaluation-harness tasks on it"
+    )
+    up.add("--evaluate TASK", help_text, nargs="*")
 
 
 def _add_tools(commands: Any) -> None:
     """Add convert, profiles, compare, tensorboard and import-config."""
-    about = "convert a checkpoint, or compare two checkpoints"
+    help_text = "convert a checkpoint, or compare two checkpoints"
     example = "./nxd ./model --to hf --config config.json"
-    _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
+    _conversion(_command(commands, "convert", "SOURCE DESTINATION", help_text, example))
 
     command = _command(commands, "profiles", "[WORD]", "list the shipped profiles", "llama3")
     command.add("word WORD", "list only profiles with WORD in their name", nargs="?", default="")
 
-    about = "compare runs: metrics, profile differences and loss curves"
+    help_text = "compare runs: metrics, profile differences and loss curves"
     example = "first second --output compare.html"
-    compare = _command(commands, "compare", "RUN [RUN ...]", about, example, "runs.compare:run")
+    compare = _command(commands, "compare", "RUN [RUN ...]", help_text, example, "runs.compare:run")
     compare.add("runs RUN", "a run's name, or the path of its folder", nargs="+")
     _store(compare)
     _output(compare, "compare.html")
 
-    about = "start TensorBoard for one run, or for all runs of a store"
-    tensorboard = _command(commands, "tensorboard", "[RUN]", about, "tiny", "runs.tensorboard:run")
+    help_text = "start TensorBoard for one run, or for all runs of a store"
+    tensorboard = _command(commands, "tensorboard", "[RUN]", help_text, "tiny", "runs.tensorboard:run")
     tensorboard.add("run RUN", "a run's name, or the path of its folder", nargs="?")
     _store(tensorboard)
     tensorboard.add("--port PORT", "port on loopback", default=6006, type=integer(1, 65535))
 
-    about = "convert an NxD Training config to a profile"
-    importer = _command(commands, "import-config", "CONFIG [OUT]", about, "hf_llama3_70B_config.yaml")
+    help_text = "convert an NxD Training config to a profile"
+    importer = _command(commands, "import-config", "CONFIG [OUT]", help_text, "hf_llama3_70B_config.yaml")
     importer.add("config CONFIG", "NxD Training config to convert")
-    about = "profile to write (default: ./NAME.yaml for the config NAME_config.yaml)"
-    importer.add("out OUT", about, nargs="?")
-    about = "the model's config.json, if the one that CONFIG names is elsewhere"
-    importer.add("--config FILE", about, dest="model_config")
-    about = "plan a new topology for this hardware; keep batch and schedule"
-    importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
+    help_text = "profile to write (default: ./NAME.yaml for the config NAME_config.yaml)"
+    importer.add("out OUT", help_text, nargs="?")
+    help_text = "the model's config.json, if the one that CONFIG names is elsewhere"
+    importer.add("--config FILE", help_text, dest="model_config")
+    help_text = "plan a new topology for this hardware; keep batch and schedule"
+    importer.add_argument("--hardware", choices=("trn2", "h200"), help=help_text)
     importer.add("--verbose", "list every key of the config")
 
 
@@ -273,23 +277,25 @@ def _conversion(command: Parser) -> None:
     command.add("source SOURCE", "run, checkpoint, HF or NxD folder; hub repository")
     command.add("destination DESTINATION", "folder to write, or with --verify to compare")
     command.add("--to FORMAT", f"format to write: {', '.join(FORMATS)}", choices=FORMATS)
-    about = "average N latest checkpoints, or SOURCE and PATHs"
-    command.add("--average N|PATH", about, action="append", default=[])
+    help_text = "average N latest checkpoints, or SOURCE and PATHs"
+    command.add("--average N|PATH", help_text, action="append", default=[])
     command.add("--adapters PATH", "merge LoRA adapters of a run, NxD or PEFT folder")
     command.add("--verify", "compare both checkpoints tensor by tensor")
     command.add("--revision REVISION", "commit, tag or branch of a hub repository")
     command.add("--config PATH", "the model's config.json; required for NxD shards")
     for axis in ("tensor", "pipeline"):
         command.add(f"--{axis} N", f"{axis}-parallel degree to write", default=1, type=int)
-    about = "KV head order of shards to read (writes only trn1)"
-    command.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help=about)
+    help_text = "KV head order of shards to read (writes only trn1)"
+    command.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help=help_text)
     command.add(
         "--nxd-qkv FORM", f"Q, K, V in NxD shards: {', '.join(QKV_FORM_NAMES)}", choices=QKV_FORM_NAMES
     )
     command.add("--without-mtp", "leave out modules for multi-token prediction")
 
 
-def _command(commands: Any, name: str, operands: str, about: str, example: str, function: str = "") -> Parser:
+def _command(
+    commands: Any, name: str, operands: str, help_text: str, example: str, function: str = ""
+) -> Parser:
     """Add a subcommand.
 
     Args:
@@ -298,9 +304,9 @@ def _command(commands: Any, name: str, operands: str, about: str, example: str, 
     """
     command: Parser = commands.add_parser(
         name,
-        help=about,
+        help=help_text,
         usage=f"trainshed {name} [OPTIONS] {operands}".rstrip(),
-        description=f"{about[0].upper()}{about[1:]}.",
+        description=f"{help_text[0].upper()}{help_text[1:]}.",
         epilog=f"example: trainshed {name} {example}".rstrip(),
         formatter_class=HelpFormatter,
     )
@@ -314,9 +320,9 @@ def _profile(command: Parser) -> None:
 
 
 def _overrides(command: Parser, more: str = "") -> None:
-    about = f"override a profile key, for instance train.steps=100{more}; repeatable"
+    help_text = f"override a profile key, for instance train.steps=100{more}; repeatable"
     settings: dict[str, Any] = {"dest": "overrides", "type": override, "action": "append", "default": []}
-    command.add_argument("-s", "--set", metavar="KEY.PATH=VALUE", help=about, **settings)
+    command.add_argument("-s", "--set", metavar="KEY.PATH=VALUE", help=help_text, **settings)
 
 
 def _update(command: Parser) -> None:

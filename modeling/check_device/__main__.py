@@ -28,16 +28,16 @@ from profiles.files import exit_codes
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="modeling.check_device", description=__doc__.splitlines()[0])
-    about = "kind of device to check (default: this machine's accelerator)"
-    parser.add_argument("--device", choices=sorted(devices.KINDS), help=about)
+    help_text = "kind of device to check (default: this machine's accelerator)"
+    parser.add_argument("--device", choices=sorted(devices.KINDS), help=help_text)
     parser.add_argument(
         "--processes", type=int, help="processes to start (default: one per device; 2 on a CPU)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    about = "profiles, by name or file, on whose shapes the kernels are checked"
-    parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)
-    about = "measure speeds and write the planner's tables instead of checking"
-    parser.add_argument("--calibrate", action="store_true", help=about)
+    help_text = "profiles, by name or file, on whose shapes the kernels are checked"
+    parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=help_text)
+    help_text = "measure speeds and write the planner's tables instead of checking"
+    parser.add_argument("--calibrate", action="store_true", help=help_text)
     by_name = {check.name: check for check in (*checks.CHECKS, checks.LINKS)}
     parser.add_argument("--check", choices=by_name, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

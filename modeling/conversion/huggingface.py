@@ -67,15 +67,15 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if folder.is_file():
         return [folder]
-    found = {single: files for single in SINGLE if (files := _files_of(folder, single))}
-    if not found:
+    formats = {single: files for single in SINGLE if (files := _files_of(folder, single))}
+    if not formats:
         return []
-    used, *others = found
+    used, *others = formats
     for other in others:
         if other.endswith(".bin"):
-            _require_same_model(found[used], found[other])
+            _require_same_model(formats[used], formats[other])
         log.warning("%s: weights are read from %s; those of %s are not read", folder, used, other)
-    return found[used]
+    return formats[used]
 
 
 def _files_of(folder: Path, single: str) -> list[Path]:
@@ -155,11 +155,11 @@ def read(
             prediction, but their number, so the model has none if the files have none. Qwen3-Next's config.json has no number,
             so the model has a module if the files have it.
     """
-    found = hybrid_names.normalized(_read_all(files), model)
-    if described and model.prediction_layers and not any(_is_of_module(name, model) for name in found):
+    tensors = hybrid_names.normalized(_read_all(files), model)
+    if described and model.prediction_layers and not any(_is_of_module(name, model) for name in tensors):
         log.info("the files have no modules for multi-token prediction, unlike their config.json")
         model = without_modules(model)
-    if described and hybrid_names.has_module(found, model):
+    if described and hybrid_names.has_module(tensors, model):
         model = model.model_copy(update={"num_nextn_predict_layers": 1})
     parts: dict[str, list[Part]] = {}
     used: set[str] = set()
@@ -168,19 +168,19 @@ def read(
     reader: Callable[[HuggingFaceTensor, tuple[slice, ...]], Tensor]
     for their_name, sources in _sources(model, shapes).items():
         # The tensors of a base model that was saved without its head lack this prefix.
-        present = any(their_name + suffix in found for suffix in ("", mxfp4.BLOCKS, mxfp4.SCALES))
+        present = any(their_name + suffix in tensors for suffix in ("", mxfp4.BLOCKS, mxfp4.SCALES))
         key = their_name if present else their_name.partition(".")[2]
         expected = _stored_shape(sources, shapes)
-        if packed := mxfp4.find_packed(found, key, expected):
+        if packed := mxfp4.find_packed(tensors, key, expected):
             used |= {key + mxfp4.BLOCKS, key + mxfp4.SCALES}
             quantized["MXFP4"] += 1
             stored, reader = torch.bfloat16, packed.read
-        elif key in found:
+        elif key in tensors:
             used.add(key)
-            if found[key].shape != expected:
-                raise ValueError(f"{key}: shape {found[key].shape}; the model has {expected}")
-            stored, reader = found[key].dtype, partial(_read_mapped, found[key])
-            if scaled := block_scales.find_scaled(found, key):
+            if tensors[key].shape != expected:
+                raise ValueError(f"{key}: shape {tensors[key].shape}; the model has {expected}")
+            stored, reader = tensors[key].dtype, partial(_read_mapped, tensors[key])
+            if scaled := block_scales.find_scaled(tensors, key):
                 used.add(key + block_scales.SCALES)
                 quantized["float8"] += 1
                 stored, reader = torch.bfloat16, scaled.read
@@ -191,12 +191,12 @@ def read(
             parts[name] = [Part(offsets, shape, stored, partial(reader, mapped), key)]
     for kind, count in quantized.items():
         log.info("%d weights in %s are read as bfloat16, and written as such", count, kind)
-    rest = found.keys() - used
+    rest = tensors.keys() - used
     if model.tie_word_embeddings and LM_HEAD in rest:  # stored under its second name, too or alone
-        tensor = found[LM_HEAD]
+        tensor = tensors[LM_HEAD]
         parts[HEAD] = [Part((0,) * len(tensor.shape), tensor.shape, tensor.dtype, tensor.read, LM_HEAD)]
         rest -= {LM_HEAD}
-    rest -= _compare_copies(found, model)
+    rest -= _compare_copies(tensors, model)
     buffers = {name for name in rest if name.endswith(BUFFERS)}
     modules = {name for name in rest - buffers if _is_of_module(name, model, beyond=True)}
     others = {name for name in rest if hybrid_names.is_left_out(name, model)}
@@ -209,16 +209,16 @@ def read(
             log.info("%d tensors are not read, as %s: %s", len(names), reason, summarize(sorted(names)))
     for name in rest - buffers - modules - others:
         # unknown tensors, which `Weights` rejects by name
-        parts[name] = [Part((), (), found[name].dtype, found[name].read)]
+        parts[name] = [Part((), (), tensors[name].dtype, tensors[name].read)]
     return Weights(model, parts, dtype, lambda name: families.huggingface_tensor(model, name).name)
 
 
-def _compare_copies(found: Mapping[str, LazyTensor], model: Model) -> set[str]:
+def _compare_copies(tensors: Mapping[str, LazyTensor], model: Model) -> set[str]:
     """Names of the copies of weights that the files have; raises ValueError if one differs."""
-    copies = {name: ours for name, ours in families.huggingface_copies(model).items() if name in found}
+    copies = {name: ours for name, ours in families.huggingface_copies(model).items() if name in tensors}
     for name, ours in copies.items():
         theirs = families.huggingface_tensor(model, ours).name
-        if not _same(found[name], found.get(theirs)):
+        if not _same(tensors[name], tensors.get(theirs)):
             reason = f"differs from {theirs}, which modules for multi-token prediction share"
             raise ValueError(f"{name}: {reason}; to leave them out, set num_nextn_predict_layers to 0")
     return {*copies}
@@ -263,11 +263,11 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Every tensor of a file by name. Raises ValueError if it is missing or corrupted."""
     try:
         opened = _open(path, stamp(path))
-        found = {}
+        tensors = {}
         for name in opened.keys():  # noqa: SIM118  not a mapping
             tensor = opened.get_tensor(name)  # a view of the mapped file
-            found[name] = LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_tensor, path, name))
-        return found
+            tensors[name] = LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_tensor, path, name))
+        return tensors
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
     except Exception as error:  # SafetensorError is a plain Exception

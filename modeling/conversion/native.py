@@ -50,9 +50,9 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
     Raises:
         ValueError: the checkpoint is incomplete, or its marker does not describe a model.
     """
-    about = locations.read_marker(folder)
+    marker = locations.read_marker(folder)
     try:
-        profile = about["profile"]
+        profile = marker["profile"]
         precision = profile.get("train", {}).get("precision")
         return _Described(model=profile["model"]).model, DTYPES[precision] if precision else None
     except (KeyError, TypeError, ValidationError) as error:
@@ -152,7 +152,7 @@ class BoxFile(File):
 def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, source: str) -> None:
     """Write `.metadata` from the records of all files, then the marker that makes the checkpoint complete."""
     write_metadata(folder, [Written.from_json(each) for note in notes for each in note])
-    about = {
+    marker = {
         "step": 0,
         "consumed_samples": 0,
         "optimizer_steps": 0,
@@ -161,5 +161,5 @@ def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, so
         "torch": torch.__version__,
     }
     temporary = folder / f".{locations.MARKER}"
-    temporary.write_text(json.dumps(about, indent=1))
+    temporary.write_text(json.dumps(marker, indent=1))
     os.replace(temporary, folder / locations.MARKER)

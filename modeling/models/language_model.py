@@ -215,7 +215,7 @@ class LanguageModel(nn.Module):
         x: Tensor,
         positions: Tensor,
         documents: Tensor | None = None,
-        samples: Tensor | None = None,
+        sample_keys: Tensor | None = None,
         padding: Tensor | None = None,
         following: Tensor | None = None,
     ) -> Tensor:
@@ -228,11 +228,11 @@ class LanguageModel(nn.Module):
             positions: (s/c) positions of this context rank's tokens.
             documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
                 positions restart with it. None: attention crosses documents.
-            samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout, of LoRA's updates too.
+            sample_keys: (b), dropout keys (`parallel.random.sample_keys`); None disables dropout, of LoRA's updates too.
             padding: (b, s/c), true for padding, which experts do not count; only for architectures with experts.
             following: (b, D, s/c), the tokens at distances 1 to D from each token; None: their modules do not run.
         """
-        keys, layer_keys = self.dropout_keys(samples, positions)
+        keys, layer_keys = self.dropout_keys(sample_keys, positions)
         shared = self.block_arguments(positions, documents)
         if self.first:
             x = self.embed_tokens(x, positions, documents, keys)  # (b·s/c, h)
@@ -278,12 +278,12 @@ class LanguageModel(nn.Module):
         return x / required(self.model.logits_scaling)
 
     def dropout_keys(
-        self, samples: Tensor | None, positions: Tensor
+        self, sample_keys: Tensor | None, positions: Tensor
     ) -> tuple[Keys | None, Sequence[Keys | None]]:
         """Dropout keys of tokens, overall and by layer, from the samples' keys (b); None without dropout."""
-        if samples is None or not (self.model.has_dropout or self.update_dropout):
+        if sample_keys is None or not (self.model.has_dropout or self.update_dropout):
             return None, [None] * len(self.numbers)
-        tokens, layers = self.token_keys(samples, positions, self.layer_numbers)
+        tokens, layers = self.token_keys(sample_keys, positions, self.layer_numbers)
         shard = self.axis, self.sequence_parallel
         return local_keys(tokens, *shard), [local_keys(layer, *shard) for layer in layers]
 

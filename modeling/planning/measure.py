@@ -172,7 +172,7 @@ def _others(
     positions = torch.arange(tokens, device=local)
 
     def call() -> None:
-        y = stage(x, positions, samples=positions[:1])
+        y = stage(x, positions, sample_keys=positions[:1])
         trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         torch.autograd.grad(y, (x, *trained), torch.ones_like(y))
 

@@ -83,22 +83,22 @@ class Variation:
     def keys(self, profile: Profile) -> dict[str, Any]:
         """The profile keys to set; schedule, cuts and microbatch only if they differ from the profile's."""
         parallel, train = profile.parallel, profile.train
-        found: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             f"parallel.{name}": getattr(self, name) for name in ("tensor", "pipeline", "context")
         }
         if profile.model.num_experts is not None:
-            found["parallel.expert"] = self.expert
-        found |= {"parallel.data_sharding": self.sharding, "parallel.shard_degree": self.shard_degree}
-        found["parallel.keep_gathered"] = AUTO if self.sharding == "fsdp" else False
+            overrides["parallel.expert"] = self.expert
+        overrides |= {"parallel.data_sharding": self.sharding, "parallel.shard_degree": self.shard_degree}
+        overrides["parallel.keep_gathered"] = AUTO if self.sharding == "fsdp" else False
         default = 2 if parallel.schedule == "interleaved" and self.pipeline > 1 else 1
         if self.stages != default:
-            found["parallel.schedule"] = "interleaved" if self.stages > 1 else "1f1b"
+            overrides["parallel.schedule"] = "interleaved" if self.stages > 1 else "1f1b"
         if self.stages > 2:
             ranges = cut_layers(layer_multiply_adds(profile), self.stages * self.pipeline)
-            found["parallel.pipeline_cuts"] = [stage.start for stage in ranges[1:]]
+            overrides["parallel.pipeline_cuts"] = [stage.start for stage in ranges[1:]]
         if self.microbatch != train.micro_batch_size:
-            found["train.micro_batch_size"] = self.microbatch
-        return found
+            overrides["train.micro_batch_size"] = self.microbatch
+        return overrides
 
     def neighbours(self, profile: Profile) -> Iterator[Variation]:
         """Variations with one change, and some with two that belong together."""
@@ -213,14 +213,14 @@ def search(profile: Profile, vary: bool = False) -> tuple[list[Topology], list[R
     return topologies, rejected
 
 
-def _order(found: Topology) -> tuple[float, int]:
+def _order(topology: Topology) -> tuple[float, int]:
     """Step time to four digits, then memory: of equally fast ones, the one that needs less is first."""
-    return float(f"{_seconds(found):.4g}"), found.plan.needs
+    return float(f"{_seconds(topology):.4g}"), topology.plan.needs
 
 
-def _seconds(found: Topology) -> float:
+def _seconds(topology: Topology) -> float:
     """Seconds of a step; on devices of unknown speed, the bytes that it sends."""
-    return found.plan.step_seconds or sum(found.plan.communication.values())
+    return topology.plan.step_seconds or sum(topology.plan.communication.values())
 
 
 def _least_seconds(profile: Profile, keys: dict[str, Any], cache: CostCache) -> float:
@@ -351,9 +351,9 @@ def plan_keys(profile: Profile, keys: dict[str, Any], cache: CostCache) -> Topol
     return rule if needs is None else "memory", needs
 
 
-def explain(found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> list[str]:
+def explain(topologies: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> list[str]:
     """Clauses on why the first topology is the best: its groups' links, and how alternatives compare."""
-    best, *others = found
+    best, *others = topologies
     mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]
     where = {"chip": "on one chip", "node": "inside a node", "network": "across nodes"}
     reasons = []

@@ -65,7 +65,7 @@ def rehearse(
 
 def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, device: torch.device) -> None:
     """Tokens and targets of a step, and of evaluation and sampling."""
-    s, kind = profile.train.sequence_length, profile.objective.traits.samples
+    s, kind = profile.train.sequence_length, profile.objective.traits.sample_kind
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     number = torch.zeros((), device=device)
     step = profile.micro_batch_rows * profile.accumulation_steps
@@ -143,8 +143,8 @@ def _rehearse_statistics(
         loads = [experts.load for experts in found.values()]
         functions.clear(loads)
         shares = functions.to_table(loads, tuple(found), layers, mesh.tensor.size)
-        samples = profile.train.global_batch_size * profile.rows_per_sample
-        functions.set_loads(loads, shares, tuple(found), samples)
+        rows_per_step = profile.train.global_batch_size * profile.rows_per_sample
+        functions.set_loads(loads, shares, tuple(found), rows_per_step)
 
 
 def _rehearse_clipping(

@@ -220,7 +220,7 @@ def run_stage(
             build_optimizer(profile, [model], mesh)
         batch = _batch(profile, number, mesh, device)
         following, targets = following_like(batch.tokens, len(model.ahead))
-        y = model(batch.x, batch.positions, batch.documents, batch.samples, batch.padding, following)
+        y = model(batch.x, batch.positions, batch.documents, batch.sample_keys, batch.padding, following)
         compiles_loss = model.last and settings.loss is None  # a user-defined loss runs in eager mode
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.objective.traits.pairs
@@ -269,7 +269,7 @@ class _Batch(NamedTuple):
 
     tokens: Tensor  # (b, s/c)
     positions: Tensor  # (s/c)
-    samples: Tensor  # (b), keys of dropout
+    sample_keys: Tensor  # (b), of dropout
     documents: Tensor | None  # (b, s/c)
     padding: Tensor | None  # (b, s/c)
     x: Tensor  # the tokens on the first stage, hidden states (b·s/(c·t), h) on the others

@@ -163,11 +163,11 @@ def clear(loads: Sequence[Tensor]) -> None:
         load.zero_()
 
 
-def set_loads(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...], samples: int) -> None:
-    """Write each layer's choices per expert and sample into its load (E), from a flat layer-expert table."""
-    rows = counts.view(-1, len(loads[0]))
+def set_loads(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...], rows_per_step: int) -> None:
+    """Write each layer's choices per expert and row into its load (E), from a flat layer-expert table."""
+    choices = counts.view(-1, len(loads[0]))
     for number, load in zip(numbers, loads, strict=True):
-        load.copy_(rows[number] / samples)
+        load.copy_(choices[number] / rows_per_step)
 
 
 def next_logits(

@@ -87,8 +87,8 @@ def job_parser(module: str) -> Parser:
     parser = Parser(prog=f"modeling.training.{module}")
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
-    about = "folder of the graphs artifact; without it graphs compile on first use"
-    parser.add_argument("--graphs", type=Path, help=about)
+    help_text = "folder of the graphs artifact; without it graphs compile on first use"
+    parser.add_argument("--graphs", type=Path, help=help_text)
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     shard_cache.add_arguments(parser)
     return parser
@@ -238,11 +238,11 @@ class Trainer:
         masks = self.profile.document_masks or self.profile.padding_masks
         return self.first or self.last or masks
 
-    def read_batch(self, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
+    def read_batch(self, dataset: Samples | RecordSamples, first: int, count: int) -> Batch:
         """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
         if not self.reads_samples:
             return Batch()
-        return read_batch(samples, first, count, self.torch_device, documents=self.profile.document_masks)
+        return read_batch(dataset, first, count, self.torch_device, documents=self.profile.document_masks)
 
     def _shard(self, batch: Batch, *, modules: bool = False) -> Local:
         """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its masks.
@@ -252,19 +252,19 @@ class Trainer:
         """
         if batch.tokens is None:
             return None, None, {}
-        samples = batch.tokens.to(self.torch_device, non_blocking=True)
+        rows = batch.tokens.to(self.torch_device, non_blocking=True)
         documents, answers = (
             None if each is None else each.to(self.torch_device, non_blocking=True)
             for each in (batch.documents, batch.answers)
         )
-        kind = self.profile.objective.traits.samples
-        tokens, targets, local = self.functions.shard(samples, self.positions, documents, answers, kind)
+        kind = self.profile.objective.traits.sample_kind
+        tokens, targets, local = self.functions.shard(rows, self.positions, documents, answers, kind)
         masks = {} if local is None else {"documents": local}
         if modules and self.depth and self.last:
-            inputs = samples, self.positions, documents, targets, self.depth
+            inputs = rows, self.positions, documents, targets, self.depth
             masks["following"], targets = multi_token.shard(*inputs)
         if self.profile.padding_masks:
-            masks["padding"] = self.functions.find_padding(samples, self.positions)
+            masks["padding"] = self.functions.find_padding(rows, self.positions)
         return tokens, targets, masks
 
     @dropped_on_failure()
@@ -294,11 +294,11 @@ class Trainer:
             self._count_choices(tokens, targets, masks)
         extra = masks
         if self.profile.has_dropout:
-            step_samples = self.profile.micro_batch_rows * self.profile.accumulation_steps
-            count = step_samples if batch.tokens is None else len(batch.tokens)
-            rows = first * self.profile.rows_per_sample
-            keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
-            extra = {"samples": devices.upload(keys, self.torch_device), **masks}
+            local_rows = self.profile.micro_batch_rows * self.profile.accumulation_steps
+            count = local_rows if batch.tokens is None else len(batch.tokens)
+            first_row = first * self.profile.rows_per_sample
+            keys = sample_keys(settings.seed, torch.arange(first_row, first_row + count))
+            extra = {"sample_keys": devices.upload(keys, self.torch_device), **masks}
         factor = self._upload("scale", scale)
         total: Tensor | None = None
         self._output = output
@@ -338,8 +338,8 @@ class Trainer:
             counts = devices.upload(zeros, self.torch_device)
         counts = all_reduce(counts, self.mesh.world)
         if loads:
-            samples = self.profile.train.global_batch_size * self.profile.rows_per_sample
-            self.functions.set_loads(loads, counts, numbers, samples)
+            rows_per_step = self.profile.train.global_batch_size * self.profile.rows_per_sample
+            self.functions.set_loads(loads, counts, numbers, rows_per_step)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -412,7 +412,7 @@ class Trainer:
         if targets is not None:
             rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
             width = len(self.positions) if modules else None
-            kind = self.profile.objective.traits.samples
+            kind = self.profile.objective.traits.sample_kind
             targets, count = self.functions.count_targets(targets, rows, kind, width)
         sums = reduce(self.functions.add, self._run(output, tokens, targets, masks))
         if not self.last:

@@ -40,12 +40,12 @@ class OtherOptimizer(ValueError):
 def save(
     checkpoint: Location,
     optimizer: ShardedAdamW,
-    about: dict[str, Any],
+    marker: dict[str, Any],
     fencing_check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint synchronously; arguments and errors as for `Saver`."""
     saver = Saver(optimizer, fencing_check=fencing_check)
-    saver.begin(checkpoint, about)
+    saver.begin(checkpoint, marker)
     saver.finish()
 
 
@@ -56,7 +56,7 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
         weights_only: whether to leave moments, step count and random states as they are (continual pretraining).
 
     Returns:
-        The contents of the marker: `about` as passed to `save`, optimizer steps, mesh and versions.
+        The marker: `marker` as passed to `save`, with optimizer steps, mesh and versions.
 
     Raises:
         CorruptCheckpoint: on all ranks, if any rank finds the checkpoint corrupted. States may be partly overwritten.
@@ -65,22 +65,22 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
         LoadFailed: a rank could not read it.
     """
     with _raised_on_all(optimizer.mesh):
-        about = read_marker(checkpoint)
-        if not weights_only and not isinstance(about.get("optimizer_steps"), int):
+        marker = read_marker(checkpoint)
+        if not weights_only and not isinstance(marker.get("optimizer_steps"), int):
             raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: no optimizer_steps")
-        random = _fill(checkpoint, about, optimizer, weights_only)
+        random = _fill(checkpoint, marker, optimizer, weights_only)
     optimizer.gather_parameters()
     if not weights_only:
-        optimizer.steps.fill_(about["optimizer_steps"])
+        optimizer.steps.fill_(marker["optimizer_steps"])
         set_random_states(optimizer.buckets[0].values.device, random)
-    return about
+    return marker
 
 
 def load_frozen(checkpoint: Location, optimizer: ShardedAdamW) -> None:
     """Load the frozen weights from a checkpoint of any topology. Collective; errors as for `load`."""
     with _raised_on_all(optimizer.mesh):
-        about = read_marker(checkpoint)
-        reader = Reader(checkpoint, about.get("files"))
+        marker = read_marker(checkpoint)
+        reader = Reader(checkpoint, marker.get("files"))
         targets = boxed_tensors(optimizer.frozen_boxes(), ["master"])
         _require_tensors(checkpoint, reader, targets)
         reader.load(targets)
@@ -108,14 +108,14 @@ def _require_tensors(checkpoint: Location, reader: Reader, targets: Mapping[str,
 
 
 def _fill(
-    checkpoint: Location, about: dict[str, Any], optimizer: ShardedAdamW, weights_only: bool
+    checkpoint: Location, marker: dict[str, Any], optimizer: ShardedAdamW, weights_only: bool
 ) -> dict[str, Tensor]:
     """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
-    reader = Reader(checkpoint, about.get("files"))
+    reader = Reader(checkpoint, marker.get("files"))
     targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else None)
     _require_tensors(checkpoint, reader, targets)
     random = {}
-    if not weights_only and about.get("mesh") == optimizer.mesh.shape:
+    if not weights_only and marker.get("mesh") == optimizer.mesh.shape:
         rank = optimizer.mesh.rank
         for kind, state in random_states(optimizer.buckets[0].values.device).items():
             name = random_key(kind, rank)

@@ -89,15 +89,15 @@ def read_marker(checkpoint: Location) -> dict[str, Any]:
     except ABSENT:
         raise ValueError(f"{checkpoint}: not a complete checkpoint; {MARKER} is missing") from None
     try:
-        about = json.loads(data)
+        marker = json.loads(data)
     except ValueError:
-        about = None
-    if not isinstance(about, dict):
+        marker = None
+    if not isinstance(marker, dict):
         raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: not a JSON object")
-    described = about.get("files", {})
+    described = marker.get("files", {})
     if not isinstance(described, dict) or not all(map(_is_description, described.values())):
         raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: invalid files")
-    return about
+    return marker
 
 
 def _is_description(value: Any) -> bool:
@@ -105,10 +105,10 @@ def _is_description(value: Any) -> bool:
 
 
 @explained()
-def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
+def write_marker(checkpoint: Location, marker: dict[str, Any]) -> None:
     """Mark a checkpoint as complete, atomically and durably."""
     files, root = filesystem(checkpoint)
-    data = json.dumps(about, indent=1).encode()
+    data = json.dumps(marker, indent=1).encode()
     if not is_local(files):
         files.pipe_file(f"{root}/{MARKER}", data)
         return

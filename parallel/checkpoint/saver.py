@@ -50,7 +50,7 @@ class StaleAttempt(RuntimeError):
 @dataclass
 class _PendingSave:
     checkpoint: Location
-    about: dict[str, Any]
+    marker: dict[str, Any]
     writer: Writer | str  # or the error of creating it
     written: Future[WrittenFiles | str]  # by this rank, or the error
 
@@ -96,12 +96,12 @@ class Saver:
         """Whether this rank is still writing, so that `finish` would wait."""
         return self._pending is not None and not self._pending.written.done()
 
-    def begin(self, checkpoint: Location, about: dict[str, Any]) -> None:
+    def begin(self, checkpoint: Location, marker: dict[str, Any]) -> None:
         """Begin a save that replaces what is at `checkpoint`. Collective.
 
         Args:
             checkpoint: folder or URI; with several nodes, on a shared file system.
-            about: JSON values for the marker: step, consumed samples, the profile.
+            marker: JSON values: step, consumed samples, the profile.
 
         Raises:
             SaveFailed: rank 0 could not make room; raised on all ranks.
@@ -125,12 +125,12 @@ class Saver:
             self._copy()
         for kind, state in random_states(self._device).items():
             self._random[kind].copy_(state)
-        about = {
-            **about,
+        marker = {
+            **marker,
             "optimizer_steps": round(self.optimizer.steps.item()),
             "mesh": self.optimizer.mesh.shape,
             "versions": {
-                **about.get("versions", {}),
+                **marker.get("versions", {}),
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
@@ -141,7 +141,7 @@ class Saver:
         else:
             written = Future()
             written.set_result(self._write(writer))
-        self._pending = _PendingSave(checkpoint, about, writer, written)
+        self._pending = _PendingSave(checkpoint, marker, writer, written)
 
     def finish(self) -> None:
         """Wait for all ranks' files and complete the checkpoint. Collective.
@@ -167,7 +167,7 @@ class Saver:
                 written = [each for each in results if not isinstance(each, str)]
                 files = save.writer.write_index(self._metadata, written)
                 self.fencing_check()
-                write_marker(save.checkpoint, {**save.about, "files": files})
+                write_marker(save.checkpoint, {**save.marker, "files": files})
             except StaleAttempt:
                 raise
             except Exception:

@@ -69,42 +69,42 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
         ProfileError: the file is invalid, or some keys change the mathematics and have no equivalent, or a reference that
             cannot be resolved.
     """
-    found = Translation(read(path), path.parent)
-    model = architecture.translate(found, config)
-    vocabulary.translate(found, config, model)
-    objective.translate(found)
-    kind = objective.kind(found)
-    data.translate(found, kind)
-    rules.apply(found)
-    _cluster(found)
-    found.report_unresolved()
-    order = {key: number for number, key in enumerate(found.theirs)}
-    lines = tuple(sorted(found.lines.values(), key=lambda line: order.get(line.key, len(order))))
+    translation = Translation(read(path), path.parent)
+    model = architecture.translate(translation, config)
+    vocabulary.translate(translation, config, model)
+    objective.translate(translation)
+    kind = objective.kind(translation)
+    data.translate(translation, kind)
+    rules.apply(translation)
+    _cluster(translation)
+    translation.report_unresolved()
+    order = {key: number for number, key in enumerate(translation.theirs)}
+    lines = tuple(sorted(translation.lines.values(), key=lambda line: order.get(line.key, len(order))))
     errors = [line.error for line in lines if line.effect is Effect.ERROR]
     if errors:
         raise errors[0].along_with(errors[1:])
     description = f"Imported from NxD Training's {path.name}"
     if model is not None:
         description += f", with the dimensions of {model.name}"
-    if found.ours.get("init.from") and found.integer("distributed_strategy.kv_replicator", 1) > 1:
-        found.ours["init.nxd_layout"] = found.ours["cluster.accelerator"]
-    ours = {"description": description, **DEFAULTS, **found.ours}
+    if translation.ours.get("init.from") and translation.integer("distributed_strategy.kv_replicator", 1) > 1:
+        translation.ours["init.nxd_layout"] = translation.ours["cluster.accelerator"]
+    ours = {"description": description, **DEFAULTS, **translation.ours}
     return Imported(_sections(ours), lines)
 
 
-def _cluster(found: Translation) -> None:
+def _cluster(translation: Translation) -> None:
     """Launcher and accelerator.
 
     A trn1 node has 32 devices; a trn2 node has 128 cores, by default as 64 logical ones (LNC 2).
     """
-    nodes, devices = found.integer("trainer.num_nodes", 1), found.integer("trainer.devices", 1)
-    lnc = found.get("trainer.lnc", found.get("trainer.vnc"))
+    nodes, devices = translation.integer("trainer.num_nodes", 1), translation.integer("trainer.devices", 1)
+    lnc = translation.get("trainer.lnc", translation.get("trainer.vnc"))
     accelerator = "trn2" if lnc == 2 or devices >= 64 else "trn1"
     if devices == 128:
         note = "one device per physical core (LNC 1); Trainshed plans 64 logical cores of two: see --hardware trn2"
-        found.translate("trainer.devices", {"cluster.devices_per_node": devices}, note, Effect.TO_DO)
+        translation.translate("trainer.devices", {"cluster.devices_per_node": devices}, note, Effect.TO_DO)
     launcher = "slurm" if nodes > 1 else "local"
-    found.ours |= {
+    translation.ours |= {
         "cluster.launcher": launcher,
         "cluster.device": "neuron",
         "cluster.accelerator": accelerator,

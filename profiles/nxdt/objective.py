@@ -19,49 +19,49 @@ TRUNCATIONS = ("keep_start", "keep_end")
 KEPT = "the adapter is saved separately, and exported both as an adapter and merged"
 
 
-def kind(found: Translation) -> str:
+def kind(translation: Translation) -> str:
     """The objective's kind: sft, dpo or orpo if the config names a strategy, else pretrain."""
-    section = strategy(found)
+    section = strategy(translation)
     # An empty strategy counts if it is the only one.
-    for named in (found.has_section, found.theirs.__contains__):
+    for named in (translation.has_section, translation.theirs.__contains__):
         for name in KINDS:
             if named(f"{section}.{name}"):
                 return name
-    return "sft" if found.flag("data.use_sft_style_data_module", False) else "pretrain"
+    return "sft" if translation.flag("data.use_sft_style_data_module", False) else "pretrain"
 
 
-def strategy(found: Translation) -> str:
+def strategy(translation: Translation) -> str:
     """The section of the strategy, which moved between releases."""
-    return next((name for name in STRATEGIES if found.has_section(name)), STRATEGIES[0])
+    return next((name for name in STRATEGIES if translation.has_section(name)), STRATEGIES[0])
 
 
-def translate(found: Translation) -> None:
+def translate(translation: Translation) -> None:
     """Set the objective, LoRA and the initial weights."""
-    objective = kind(found)
-    found.ours["objective.kind"] = objective
+    objective = kind(translation)
+    translation.ours["objective.kind"] = objective
     if objective != "pretrain":
         # NxD Training begins each record with BOS, and TRL, which tokenizes its pairs, each prompt.
-        found.ours["data.prepend_bos"] = True
+        translation.ours["data.prepend_bos"] = True
     if objective == "sft":
-        _sft(found)
+        _sft(translation)
     elif objective == "dpo":
-        _dpo(found)
+        _dpo(translation)
     elif objective == "orpo":
-        key = f"{strategy(found)}.orpo.beta"
-        found.translate(key, {"objective.beta": float(found.number(key, 0.1))})
+        key = f"{strategy(translation)}.orpo.beta"
+        translation.translate(key, {"objective.beta": float(translation.number(key, 0.1))})
     if objective in ("dpo", "orpo"):
-        _lengths(found, f"{strategy(found)}.{objective}")
+        _lengths(translation, f"{strategy(translation)}.{objective}")
     for name in (*KINDS, "peft"):
-        empty = f"{strategy(found)}.{name}"
-        found.report(empty, Effect.HARMLESS, "has no keys")
-    if found.has_section(f"{strategy(found)}.peft"):
-        _lora(found)
-    _initial_weights(found, objective)
+        empty = f"{strategy(translation)}.{name}"
+        translation.report(empty, Effect.HARMLESS, "has no keys")
+    if translation.has_section(f"{strategy(translation)}.peft"):
+        _lora(translation)
+    _initial_weights(translation, objective)
 
 
-def _sft(found: Translation) -> None:
-    key = f"{strategy(found)}.sft.packing"
-    packing = found.flag(key, found.flag("data.packing", False))
+def _sft(translation: Translation) -> None:
+    key = f"{strategy(translation)}.sft.packing"
+    packing = translation.flag(key, translation.flag("data.packing", False))
     values: dict[str, Any] = {
         "objective.packing": packing,
         "objective.too_long": "drop" if packing else "truncate",
@@ -71,74 +71,84 @@ def _sft(found: Translation) -> None:
         "crosses records, and the loss counts prompts too"
     )
     for name in (key, "data.packing"):
-        found.translate(
+        translation.translate(
             name, values, note if packing else "", Effect.DIFFERS if packing else Effect.TRANSLATED
         )
-    found.report("data.use_sft_style_data_module", Effect.HARMLESS, "see objective.kind")
+    translation.report("data.use_sft_style_data_module", Effect.HARMLESS, "see objective.kind")
     for name in ("dataset_name", "prompt_name", "subset_name"):
-        if found.has(f"data.{name}"):
+        if translation.has(f"data.{name}"):
             note = "promptsource templates are not supported; apply them to the data first"
-            found.report(f"data.{name}", Effect.ERROR, note)
+            translation.report(f"data.{name}", Effect.ERROR, note)
 
 
-def _dpo(found: Translation) -> None:
-    key = f"{strategy(found)}.dpo"
-    found.translate(f"{key}.kl_beta", {"objective.beta": float(found.number(f"{key}.kl_beta", 0.01))})
-    loss = found.get(f"{key}.loss_type", "sigmoid")
+def _dpo(translation: Translation) -> None:
+    key = f"{strategy(translation)}.dpo"
+    translation.translate(
+        f"{key}.kl_beta", {"objective.beta": float(translation.number(f"{key}.kl_beta", 0.01))}
+    )
+    loss = translation.get(f"{key}.loss_type", "sigmoid")
     if loss in LOSSES:
         note, effect = "", Effect.TRANSLATED
         if loss != "sigmoid":
             note = "NxD Training does not read it, and always has sigmoid; set sigmoid to reproduce its runs"
             effect = Effect.DIFFERS
-        found.translate(f"{key}.loss_type", {"objective.loss": loss}, note, effect)
+        translation.translate(f"{key}.loss_type", {"objective.loss": loss}, note, effect)
     else:
-        found.report(
+        translation.report(
             f"{key}.loss_type", Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(LOSSES)}"
         )
     note = "a separate cached step computes the reference's log-probabilities"
-    found.report(f"{key}.precompute_ref_log_probs", Effect.HARMLESS, note)
+    translation.report(f"{key}.precompute_ref_log_probs", Effect.HARMLESS, note)
 
 
-def _lengths(found: Translation, section: str) -> None:
+def _lengths(translation: Translation, section: str) -> None:
     """Prompt length and truncation of records that are too long, as in TRL, which NxD Training uses."""
     names = ("max_prompt_length", "max_dpo_prompt_length")  # the latter before SDK 2.22
     key = next(
-        (f"{section}.{name}" for name in names if found.has(f"{section}.{name}")), f"{section}.{names[0]}"
+        (f"{section}.{name}" for name in names if translation.has(f"{section}.{name}")),
+        f"{section}.{names[0]}",
     )
-    found.translate(key, {"objective.maximum_prompt_length": found.integer(key, 2048)})
-    end = found.get(f"{section}.truncation_mode", "keep_start")
+    translation.translate(key, {"objective.maximum_prompt_length": translation.integer(key, 2048)})
+    end = translation.get(f"{section}.truncation_mode", "keep_start")
     if end in TRUNCATIONS:
-        found.translate(f"{section}.truncation_mode", {"objective.truncation": end})
+        translation.translate(f"{section}.truncation_mode", {"objective.truncation": end})
     else:
         note = f"has no equivalent; Trainshed has {' and '.join(TRUNCATIONS)}"
-        found.report(f"{section}.truncation_mode", Effect.ERROR, note)
+        translation.report(f"{section}.truncation_mode", Effect.ERROR, note)
 
 
-def _lora(found: Translation) -> None:
-    section = f"{strategy(found)}.peft"
-    found.translate(f"{section}.lora_rank", {"lora.rank": found.integer(f"{section}.lora_rank", 16)})
-    found.translate(f"{section}.lora_alpha", {"lora.alpha": float(found.number(f"{section}.lora_alpha", 32))})
-    found.translate(
-        f"{section}.lora_dropout", {"lora.dropout": float(found.number(f"{section}.lora_dropout", 0.05))}
+def _lora(translation: Translation) -> None:
+    section = f"{strategy(translation)}.peft"
+    translation.translate(
+        f"{section}.lora_rank", {"lora.rank": translation.integer(f"{section}.lora_rank", 16)}
     )
-    targets = found.get(f"{section}.target_modules", ["qkv_proj"])
+    translation.translate(
+        f"{section}.lora_alpha", {"lora.alpha": float(translation.number(f"{section}.lora_alpha", 32))}
+    )
+    translation.translate(
+        f"{section}.lora_dropout",
+        {"lora.dropout": float(translation.number(f"{section}.lora_dropout", 0.05))},
+    )
+    targets = translation.get(f"{section}.target_modules", ["qkv_proj"])
     targets = targets if isinstance(targets, list) else [targets]
     if unknown := [name for name in map(str, targets) if name not in TARGETS]:
-        found.report(
+        translation.report(
             f"{section}.target_modules", Effect.ERROR, f"{unknown[0]} is not one of {', '.join(TARGETS)}"
         )
     else:
-        found.translate(f"{section}.target_modules", {"lora.targets": [TARGETS[name] for name in targets]})
-    if found.ours.get("model.num_experts"):
-        _lora_of_experts(found, targets)
-    if found.get(f"{section}.lora_bias", "none") == "none":
-        found.report(f"{section}.lora_bias", Effect.HARMLESS, "no biases are trained")
+        translation.translate(
+            f"{section}.target_modules", {"lora.targets": [TARGETS[name] for name in targets]}
+        )
+    if translation.ours.get("model.num_experts"):
+        _lora_of_experts(translation, targets)
+    if translation.get(f"{section}.lora_bias", "none") == "none":
+        translation.report(f"{section}.lora_bias", Effect.HARMLESS, "no biases are trained")
     else:
-        found.report(f"{section}.lora_bias", Effect.ERROR, "is not supported: LoRA trains no biases")
-    if found.flag(f"{section}.load_lora_from_ckpt", False):
+        translation.report(f"{section}.lora_bias", Effect.ERROR, "is not supported: LoRA trains no biases")
+    if translation.flag(f"{section}.load_lora_from_ckpt", False):
         note = "merge the adapter into the model, and set init.from to the result"
-        found.report(f"{section}.load_lora_from_ckpt", Effect.ERROR, f"is not supported; {note}")
-    found.report(f"{section}.load_lora_from_ckpt", Effect.HARMLESS, "starts a new adapter")
+        translation.report(f"{section}.load_lora_from_ckpt", Effect.ERROR, f"is not supported; {note}")
+    translation.report(f"{section}.load_lora_from_ckpt", Effect.HARMLESS, "starts a new adapter")
     for name in (
         "lora_verbose",
         "save_lora_base",
@@ -146,34 +156,36 @@ def _lora(found: Translation) -> None:
         "save_lora_config_adapter",
         "merge_sharded_lora",
     ):
-        found.report(f"{section}.{name}", Effect.HARMLESS, KEPT)
+        translation.report(f"{section}.{name}", Effect.HARMLESS, KEPT)
 
 
-def _initial_weights(found: Translation, objective: str) -> None:
+def _initial_weights(translation: Translation, objective: str) -> None:
     key, only = "exp_manager.resume_from_checkpoint", "model.weight_init_only"
-    path = found.path(key)
-    found.report(only, Effect.HARMLESS, "init.from has weights alone")
+    path = translation.path(key)
+    translation.report(only, Effect.HARMLESS, "init.from has weights alone")
     if path is None:
-        found.report(key, Effect.HARMLESS, "not set")
+        translation.report(key, Effect.HARMLESS, "not set")
         if objective != "pretrain":
-            found.translate(key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO)
+            translation.translate(
+                key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO
+            )
         return
     note = "an NxD checkpoint's shards, a folder in Hugging Face format or a hub repository can be used as they are"
-    architecture = found.ours.get("model.architecture", "llama")
+    architecture = translation.ours.get("model.architecture", "llama")
     if architecture not in NXD_SHARDS:
         note = f"NxD shards of {architecture} are not supported; name a folder in Hugging Face format or a hub repository"
-    elif not found.flag(only, False):
+    elif not translation.flag(only, False):
         note = "only its weights are used, with a new optimizer and schedule"
-    found.translate(key, {"init.from": path}, note, Effect.TO_DO)
+    translation.translate(key, {"init.from": path}, note, Effect.TO_DO)
 
 
-def _lora_of_experts(found: Translation, targets: list[str]) -> None:
+def _lora_of_experts(translation: Translation, targets: list[str]) -> None:
     """Report settings that LoRA updates of experts do not support."""
-    section = f"{strategy(found)}.peft"
+    section = f"{strategy(translation)}.peft"
     if halves := [name for name in targets if name in ("gate_proj", "up_proj")]:
         note = f"{halves[0]} of an expert is one product with the other half; name gate_up_proj"
-        found.report(f"{section}.target_modules", Effect.ERROR, note)
+        translation.report(f"{section}.target_modules", Effect.ERROR, note)
     experts = [name for name in targets if name in ("gate_up_proj", "down_proj")]
-    if experts and found.ours["lora.dropout"]:
-        note = f"{found.ours['lora.dropout']} is not supported with {experts[0]} of experts; set 0.0"
-        found.report(f"{section}.lora_dropout", Effect.ERROR, note)
+    if experts and translation.ours["lora.dropout"]:
+        note = f"{translation.ours['lora.dropout']} is not supported with {experts[0]} of experts; set 0.0"
+        translation.report(f"{section}.lora_dropout", Effect.ERROR, note)

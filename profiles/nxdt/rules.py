@@ -18,340 +18,349 @@ OFF = (None, False, 0, "", "None", "none")  # values that switch a feature off
 MODEL_SECTIONS = ("model", "model_alignment_strategy", "distributed_strategy")
 
 
-def apply(found: Translation) -> None:
+def apply(translation: Translation) -> None:
     """Translate the keys that have a rule, and report those that nothing has read."""
-    found.known |= RULES.keys()
-    for key, value in found.theirs.items():
+    translation.known |= RULES.keys()
+    for key, value in translation.theirs.items():
         rule = RULES.get(key)
         if isinstance(rule, str):
-            found.report(key, Effect.HARMLESS, rule)
+            translation.report(key, Effect.HARMLESS, rule)
         elif rule is not None:
-            rule(found, key, value)
-    if is_hugging_face(found) and NORMS not in found.theirs:
-        found.ours["train.norm_weight_decay"] = True
+            rule(translation, key, value)
+    if is_hugging_face(translation) and NORMS not in translation.theirs:
+        translation.ours["train.norm_weight_decay"] = True
         note = "NxD Training's Hugging Face models decay norm weights by default"
-        found.lines[NORMS] = Line(NORMS, None, Effect.TRANSLATED, "train.norm_weight_decay", note)
-    for key, value in found.theirs.items():
-        if key not in found.lines:
-            _unknown(found, key, value)
+        translation.lines[NORMS] = Line(NORMS, None, Effect.TRANSLATED, "train.norm_weight_decay", note)
+    for key, value in translation.theirs.items():
+        if key not in translation.lines:
+            _unknown(translation, key, value)
 
 
-def _unknown(found: Translation, key: str, value: Any) -> None:
-    if close := found.misspelt(key):
-        found.report(key, Effect.ERROR, f"is unknown; did you mean {close[0]}?")
+def _unknown(translation: Translation, key: str, value: Any) -> None:
+    if close := translation.misspelt(key):
+        translation.report(key, Effect.ERROR, f"is unknown; did you mean {close[0]}?")
     elif value in OFF or value == {}:
-        found.report(key, Effect.HARMLESS, "unknown to Trainshed, and off")
+        translation.report(key, Effect.HARMLESS, "unknown to Trainshed, and off")
     elif key.partition(".")[0] in MODEL_SECTIONS:
         note = "is unknown to Trainshed and may change the model; remove it to import the rest"
-        found.report(key, Effect.ERROR, note)
+        translation.report(key, Effect.ERROR, note)
     else:
-        found.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
+        translation.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
 
 
 def _to(ours: str, read: Callable[[Translation, str], Any]) -> Rule:
     """A rule for a key with the same meaning; `read` checks and returns its value."""
 
-    def rule(found: Translation, key: str, value: Any) -> None:
-        if found.has(key):
-            found.translate(key, {ours: read(found, key)})
+    def rule(translation: Translation, key: str, value: Any) -> None:
+        if translation.has(key):
+            translation.translate(key, {ours: read(translation, key)})
         else:
-            found.report(key, Effect.HARMLESS, "not set")
+            translation.report(key, Effect.HARMLESS, "not set")
 
     return rule
 
 
-def _count(found: Translation, key: str) -> int:
-    return found.integer(key, 1)
+def _count(translation: Translation, key: str) -> int:
+    return translation.integer(key, 1)
 
 
-def _index(found: Translation, key: str) -> int:
-    return found.integer(key, 0, least=0)
+def _index(translation: Translation, key: str) -> int:
+    return translation.integer(key, 0, least=0)
 
 
-def _number(found: Translation, key: str) -> float:
-    return float(found.number(key, 0))
+def _number(translation: Translation, key: str) -> float:
+    return float(translation.number(key, 0))
 
 
-def _flag(found: Translation, key: str) -> bool:
-    return found.flag(key, False)
+def _flag(translation: Translation, key: str) -> bool:
+    return translation.flag(key, False)
 
 
 def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR) -> Rule:
     """A rule for a feature with one supported value; another value is an error, or differs."""
 
-    def rule(found: Translation, key: str, value: Any) -> None:
+    def rule(translation: Translation, key: str, value: Any) -> None:
         if value == valid or (valid in OFF and value in OFF):
-            found.report(key, Effect.HARMLESS, "the same here")
+            translation.report(key, Effect.HARMLESS, "the same here")
         else:
-            found.report(key, otherwise, reason)
+            translation.report(key, otherwise, reason)
 
     return rule
 
 
 def _one_of(ours: str, choices: Mapping[Any, Any], note: str = "") -> Rule:
-    def rule(found: Translation, key: str, value: Any) -> None:
+    def rule(translation: Translation, key: str, value: Any) -> None:
         if isinstance(value, list | dict) or value not in choices:
-            found.report(
+            translation.report(
                 key, Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(map(str, choices))}"
             )
         else:
-            found.translate(key, {ours: choices[value]} if ours else {}, note)
+            translation.translate(key, {ours: choices[value]} if ours else {}, note)
 
     return rule
 
 
-def _data_sharding(found: Translation, key: str, value: Any) -> None:
+def _data_sharding(translation: Translation, key: str, value: Any) -> None:
     sharding, note, effect = "zero1", "", Effect.TRANSLATED
-    if not found.flag(key, False):
+    if not translation.flag(key, False):
         sharding = "none"
-        if _asks_for_float32(found):
+        if _asks_for_float32(translation):
             note = "without ZeRO-1, NxD Training has neither float32 master weights nor float32 gradient "
             note += "accumulation; Trainshed has both in either case"
             effect = Effect.DIFFERS
-    found.translate(key, {"parallel.data_sharding": sharding}, note, effect)
+    translation.translate(key, {"parallel.data_sharding": sharding}, note, effect)
 
 
-def _asks_for_float32(found: Translation) -> bool:
+def _asks_for_float32(translation: Translation) -> bool:
     """Whether NxD Training's precision has float32 master weights or gradient accumulation."""
-    kind = found.get("precision.type")
+    kind = translation.get("precision.type")
     if kind == "manual":
-        return any(found.flag(f"precision.{name}", False) for name in ("master_weights", "fp32_grad_acc"))
+        return any(
+            translation.flag(f"precision.{name}", False) for name in ("master_weights", "fp32_grad_acc")
+        )
     return kind in ("mixed_precision", "mixed_precisionSR", "autocast")
 
 
-def _kv_replicator(found: Translation, key: str, value: Any) -> None:
+def _kv_replicator(translation: Translation, key: str, value: Any) -> None:
     """Reject a number of replicas with which the tensor ranks cannot share the KV heads evenly."""
-    replicas, ours = found.integer(key, 1), found.ours
-    tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
+    replicas, ours = translation.integer(key, 1), translation.ours
+    tensor = translation.integer("distributed_strategy.tensor_model_parallel_size", 1)
     heads = ours.get("model.num_key_value_heads", ours.get("model.num_attention_heads", tensor))
     copies = heads * replicas
-    if is_hugging_face(found) and replicas > 1 and (copies < tensor or copies % tensor):
+    if is_hugging_face(translation) and replicas > 1 and (copies < tensor or copies % tensor):
         note = f"makes {copies} of {heads} KV heads, which {tensor} tensor ranks do not divide"
-        found.report(key, Effect.ERROR, note)
-    found.report(key, Effect.HARMLESS, "follows from parallel.tensor and the number of KV heads")
+        translation.report(key, Effect.ERROR, note)
+    translation.report(key, Effect.HARMLESS, "follows from parallel.tensor and the number of KV heads")
 
 
-def _virtual_pipeline(found: Translation, key: str, value: Any) -> None:
-    stages = found.integer(key, 1, least=0)
+def _virtual_pipeline(translation: Translation, key: str, value: Any) -> None:
+    stages = translation.integer(key, 1, least=0)
     if stages < 2:
-        found.report(key, Effect.HARMLESS, "one stage per rank, as by default")
-    elif found.integer("distributed_strategy.pipeline_model_parallel_size", 1) == 1:
-        found.report(key, Effect.HARMLESS, "has no effect without pipeline parallelism")
+        translation.report(key, Effect.HARMLESS, "one stage per rank, as by default")
+    elif translation.integer("distributed_strategy.pipeline_model_parallel_size", 1) == 1:
+        translation.report(key, Effect.HARMLESS, "has no effect without pipeline parallelism")
     else:
         note = "two stages per rank" + (
             "" if stages == 2 else f" instead of {stages}: set parallel.pipeline_cuts"
         )
         effect = Effect.TRANSLATED if stages == 2 else Effect.TO_DO
-        found.translate(key, {"parallel.schedule": "interleaved"}, note, effect)
+        translation.translate(key, {"parallel.schedule": "interleaved"}, note, effect)
 
 
-def _pipeline_cuts(found: Translation, key: str, value: Any) -> None:
+def _pipeline_cuts(translation: Translation, key: str, value: Any) -> None:
     if not value:
-        found.report(key, Effect.HARMLESS, "stages are balanced by cost")
+        translation.report(key, Effect.HARMLESS, "stages are balanced by cost")
         return
     try:
         value = value if isinstance(value, list) else [value]
         cuts = [int(str(name).rpartition(".")[2]) + 1 for name in value]
     except ValueError:
-        found.report(key, Effect.ERROR, "is not a list of layers such as model.layers.18")
+        translation.report(key, Effect.ERROR, "is not a list of layers such as model.layers.18")
         return
     note = "NxD names the last layer of a stage, Trainshed the first of the next"
-    found.translate(key, {"parallel.pipeline_cuts": cuts}, note)
+    translation.translate(key, {"parallel.pipeline_cuts": cuts}, note)
 
 
-def _max_steps(found: Translation, key: str, value: Any) -> None:
-    if not _is_unlimited(found):
-        found.translate(key, {"train.steps": found.integer(key, 1)})
-    elif found.integer("trainer.max_epochs", -1, least=-1) > 0:
-        found.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
+def _max_steps(translation: Translation, key: str, value: Any) -> None:
+    if not _is_unlimited(translation):
+        translation.translate(key, {"train.steps": translation.integer(key, 1)})
+    elif translation.integer("trainer.max_epochs", -1, least=-1) > 0:
+        translation.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
     else:
-        found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
+        translation.report(key, Effect.ERROR, "is unlimited; set a number of steps")
 
 
-def _max_epochs(found: Translation, key: str, value: Any) -> None:
-    epochs = found.integer(key, -1, least=-1)
+def _max_epochs(translation: Translation, key: str, value: Any) -> None:
+    epochs = translation.integer(key, -1, least=-1)
     if epochs < 1:
-        found.report(key, Effect.HARMLESS, "unlimited: trainer.max_steps determines the length")
-    elif _is_unlimited(found):
-        found.translate(key, {"train.epochs": epochs})
+        translation.report(key, Effect.HARMLESS, "unlimited: trainer.max_steps determines the length")
+    elif _is_unlimited(translation):
+        translation.translate(key, {"train.epochs": epochs})
     else:
         count = "an epoch" if epochs == 1 else f"{epochs} epochs"
         note = f"NxD Training stops after {count} if that is earlier; set train.steps to the number of steps then"
-        found.report(key, Effect.DIFFERS, note)
+        translation.report(key, Effect.DIFFERS, note)
 
 
-def _is_unlimited(found: Translation) -> bool:
+def _is_unlimited(translation: Translation) -> bool:
     """Whether trainer.max_steps, -1 by default, does not limit the run."""
-    return found.number("trainer.max_steps", -1) < 0
+    return translation.number("trainer.max_steps", -1) < 0
 
 
-def _evaluations(found: Translation, key: str, value: Any) -> None:
-    batches, steps = found.number("trainer.limit_val_batches", 1.0), found.number("trainer.max_steps", 0)
-    every = found.number(key, 0)  # a float is a share of an epoch
+def _evaluations(translation: Translation, key: str, value: Any) -> None:
+    batches, steps = (
+        translation.number("trainer.limit_val_batches", 1.0),
+        translation.number("trainer.max_steps", 0),
+    )
+    every = translation.number(key, 0)  # a float is a share of an epoch
     never = isinstance(every, float) or every <= 0 or not batches or 0 < steps < every
-    found.translate(key, {"evaluate.every": 0 if never else every}, "only at the end" if never else "")
+    translation.translate(key, {"evaluate.every": 0 if never else every}, "only at the end" if never else "")
 
 
-def _evaluation_batches(found: Translation, key: str, value: Any) -> None:
-    batches = found.number(key, 0)
+def _evaluation_batches(translation: Translation, key: str, value: Any) -> None:
+    batches = translation.number(key, 0)
     if isinstance(batches, int) and batches > 0:
-        found.translate(key, {"evaluate.batches": batches}, "global batches")
+        translation.translate(key, {"evaluate.batches": batches}, "global batches")
     elif not batches:
-        found.report(key, Effect.HARMLESS, "no evaluation during training; the final model is evaluated")
+        translation.report(
+            key, Effect.HARMLESS, "no evaluation during training; the final model is evaluated"
+        )
     else:
-        found.report(key, Effect.HARMLESS, "the complete validation split is evaluated")
+        translation.report(key, Effect.HARMLESS, "the complete validation split is evaluated")
 
 
-def _checkpoint_interval(found: Translation, key: str, value: Any) -> None:
-    every = found.integer(key, 0, least=-1)
-    callback = found.flag("exp_manager.create_checkpoint_callback", True)
-    if every < 1 or not callback or _saves_only_the_end(found):
-        found.translate(key, {"checkpoint.every": 0}, "only at the end")
+def _checkpoint_interval(translation: Translation, key: str, value: Any) -> None:
+    every = translation.integer(key, 0, least=-1)
+    callback = translation.flag("exp_manager.create_checkpoint_callback", True)
+    if every < 1 or not callback or _saves_only_the_end(translation):
+        translation.translate(key, {"checkpoint.every": 0}, "only at the end")
     else:
-        found.translate(key, {"checkpoint.every": every})
+        translation.translate(key, {"checkpoint.every": every})
 
 
-def _keep(found: Translation, key: str, value: Any) -> None:
+def _keep(translation: Translation, key: str, value: Any) -> None:
     """-1 keeps all checkpoints in Lightning, and 0 none."""
-    kept = found.integer(key, 1, least=-1)
+    kept = translation.integer(key, 1, least=-1)
     if kept < 0:
-        found.translate(key, {"checkpoint.keep": 0}, "0 keeps all")
-    elif _saves_only_the_end(found):
-        found.translate(key, {"checkpoint.every": 0}, "only at the end")
+        translation.translate(key, {"checkpoint.keep": 0}, "0 keeps all")
+    elif _saves_only_the_end(translation):
+        translation.translate(key, {"checkpoint.every": 0}, "only at the end")
     else:
         note = "" if kept else "the latest: save_last is true"
-        found.translate(key, {"checkpoint.keep": max(1, kept)}, note)
+        translation.translate(key, {"checkpoint.keep": max(1, kept)}, note)
 
 
-def _saves_only_the_end(found: Translation) -> bool:
-    kept = found.integer(f"{CALLBACK}.save_top_k", 1, least=-1)
-    return kept == 0 and not found.flag(f"{CALLBACK}.save_last", False)
+def _saves_only_the_end(translation: Translation) -> bool:
+    kept = translation.integer(f"{CALLBACK}.save_top_k", 1, least=-1)
+    return kept == 0 and not translation.flag(f"{CALLBACK}.save_last", False)
 
 
-def _weight_decay(found: Translation, key: str, value: Any) -> None:
-    decay, note, effect = _number(found, key), "", Effect.TRANSLATED
-    if is_hugging_face(found) and decay != 0.01:
+def _weight_decay(translation: Translation, key: str, value: Any) -> None:
+    decay, note, effect = _number(translation, key), "", Effect.TRANSLATED
+    if is_hugging_face(translation) and decay != 0.01:
         note = "NxD Training's Hugging Face models always decay by 0.01; set 0.01 to reproduce its runs"
         effect = Effect.DIFFERS
-    found.translate(key, {"train.weight_decay": decay}, note, effect)
+    translation.translate(key, {"train.weight_decay": decay}, note, effect)
 
 
-def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
-    decays, note, effect = _flag(found, key), "", Effect.TRANSLATED
-    if is_hugging_face(found):
+def _norm_weight_decay(translation: Translation, key: str, value: Any) -> None:
+    decays, note, effect = _flag(translation, key), "", Effect.TRANSLATED
+    if is_hugging_face(translation):
         note = "NxD Training's Hugging Face models do the opposite of what this key is documented to do"
         note += f"; set train.norm_weight_decay {str(not decays).lower()} to reproduce its runs"
         effect = Effect.DIFFERS
-    found.translate(key, {"train.norm_weight_decay": decays}, note, effect)
+    translation.translate(key, {"train.norm_weight_decay": decays}, note, effect)
 
 
-def is_hugging_face(found: Translation) -> bool:
+def is_hugging_face(translation: Translation) -> bool:
     """Whether the config trains NxD Training's copy of a Hugging Face model, not its Megatron model."""
-    likely = "hf" if found.has("model.model_config") else "megatron"
-    source: str = found.get("model_source", likely)
+    likely = "hf" if translation.has("model.model_config") else "megatron"
+    source: str = translation.get("model_source", likely)
     if source not in ("hf", "megatron"):
-        found.report("model_source", Effect.ERROR, "is neither hf nor megatron")
+        translation.report("model_source", Effect.ERROR, "is neither hf nor megatron")
         return likely == "hf"
     return source == "hf"
 
 
-def _is_hugging_face_llama(found: Translation) -> bool:
-    return is_hugging_face(found) and not found.has_section("model.moe")
+def _is_hugging_face_llama(translation: Translation) -> bool:
+    return is_hugging_face(translation) and not translation.has_section("model.moe")
 
 
-def _betas(found: Translation, key: str) -> list[float]:
-    value = found.get(key)
+def _betas(translation: Translation, key: str) -> list[float]:
+    value = translation.get(key)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(beta, int | float) for beta in value):
         return [float(beta) for beta in value]
-    found.report(key, Effect.ERROR, "is not a list of two numbers")
+    translation.report(key, Effect.ERROR, "is not a list of two numbers")
     return [0.9, 0.999]
 
 
-def _schedule(found: Translation, key: str, value: Any) -> None:
-    _one_of("train.schedule", SCHEDULES)(found, key, value)
-    if _is_unlimited(found):
+def _schedule(translation: Translation, key: str, value: Any) -> None:
+    _one_of("train.schedule", SCHEDULES)(translation, key, value)
+    if _is_unlimited(translation):
         note = "without trainer.max_steps, NxD Training's learning rate is constant, without warm-up"
-        found.report(key, Effect.DIFFERS, note)
+        translation.report(key, Effect.DIFFERS, note)
 
 
-def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
-    if _is_unlimited(found) and found.number(key, 0):
+def _warmup_ratio(translation: Translation, key: str, value: Any) -> None:
+    if _is_unlimited(translation) and translation.number(key, 0):
         note = "is a share of trainer.max_steps, which is unlimited; set train.warmup_steps"
-        found.report(key, Effect.TO_DO, note)
+        translation.report(key, Effect.TO_DO, note)
     else:
-        found.translate(key, {"train.warmup_steps": _warmup_steps(found)}, "of trainer.max_steps")
+        translation.translate(key, {"train.warmup_steps": _warmup_steps(translation)}, "of trainer.max_steps")
 
 
-def _warmup_steps(found: Translation) -> int:
+def _warmup_steps(translation: Translation) -> int:
     """Warm-up steps, stated as such or as a share of trainer.max_steps."""
-    ratio = found.number(f"{SCHEDULE}.warmup_ratio", 0)
+    ratio = translation.number(f"{SCHEDULE}.warmup_ratio", 0)
     if ratio:
-        return int(ratio * max(0, found.number("trainer.max_steps", 0)))
-    return found.integer(f"{SCHEDULE}.warmup_steps", 0, least=0)
+        return int(ratio * max(0, translation.number("trainer.max_steps", 0)))
+    return translation.integer(f"{SCHEDULE}.warmup_steps", 0, least=0)
 
 
-def _constant_steps(found: Translation, key: str, value: Any) -> None:
+def _constant_steps(translation: Translation, key: str, value: Any) -> None:
     """Steps at the minimum rate after the decay, as in NeMo; if fewer are left, right after warm-up."""
-    asked = _index(found, key)
-    left = max(0, int(found.number("trainer.max_steps", 0)) - _warmup_steps(found))
-    steps = asked if _is_unlimited(found) else min(asked, left)
+    asked = _index(translation, key)
+    left = max(0, int(translation.number("trainer.max_steps", 0)) - _warmup_steps(translation))
+    steps = asked if _is_unlimited(translation) else min(asked, left)
     note, effect = "steps at the minimum after the decay, as in NeMo", Effect.TRANSLATED
     if steps < asked:
         note = f"exceeds the {left} steps after warm-up: the learning rate is then at its minimum, as in NeMo"
         effect = Effect.DIFFERS
-    found.translate(key, {"train.minimum_rate_steps": steps}, note if steps else "", effect)
+    translation.translate(key, {"train.minimum_rate_steps": steps}, note if steps else "", effect)
 
 
-def _schedule_steps(found: Translation, key: str, value: Any) -> None:
-    same = value == found.get("trainer.max_steps")
+def _schedule_steps(translation: Translation, key: str, value: Any) -> None:
+    same = value == translation.get("trainer.max_steps")
     note = "the schedule ends at trainer.max_steps, as in NxD Training"
-    found.report(key, Effect.HARMLESS if same else Effect.DIFFERS, note)
+    translation.report(key, Effect.HARMLESS if same else Effect.DIFFERS, note)
 
 
-def _precision(found: Translation, key: str, value: Any) -> None:
+def _precision(translation: Translation, key: str, value: Any) -> None:
     _one_of("train.precision", PRECISIONS, "master weights are float32; no stochastic rounding")(
-        found, key, value
+        translation, key, value
     )
     if value == "mixed_precision_SR":
         note = "with this spelling, NxD Training has no float32 master weights, and accumulates gradients in bf16; here "
         note += "master weights are always float32, and there is no stochastic rounding"
-        found.translate(key, {"train.precision": "bf16"}, note, Effect.DIFFERS)
+        translation.translate(key, {"train.precision": "bf16"}, note, Effect.DIFFERS)
     if value == "manual":
-        _manual_precision(found)
+        _manual_precision(translation)
         return
     accumulate = value not in ("bf16SR", "mixed_precision_SR")
-    found.ours["train.gradient_dtype"] = "float32" if accumulate else "bf16"
+    translation.ours["train.gradient_dtype"] = "float32" if accumulate else "bf16"
     for name in MANUAL:
-        found.report(f"precision.{name}", Effect.HARMLESS, "only read if precision.type is manual")
+        translation.report(f"precision.{name}", Effect.HARMLESS, "only read if precision.type is manual")
 
 
-def _manual_precision(found: Translation) -> None:
+def _manual_precision(translation: Translation) -> None:
     """Set the dtypes from the switches of `precision`.
 
     Each of the XLA switches turns float32 to bf16. Without them, only the Hugging Face Llama, which is cast, is bf16.
     """
-    everything, downcast = (found.flag(f"precision.{name}", False) for name in XLA)
-    full = not (everything or downcast or _is_hugging_face_llama(found))
-    found.ours["train.precision"] = "float32" if full else "bf16"
+    everything, downcast = (translation.flag(f"precision.{name}", False) for name in XLA)
+    full = not (everything or downcast or _is_hugging_face_llama(translation))
+    translation.ours["train.precision"] = "float32" if full else "bf16"
     for name in XLA:
-        found.translate(f"precision.{name}", {"train.precision": found.ours["train.precision"]})
+        translation.translate(f"precision.{name}", {"train.precision": translation.ours["train.precision"]})
     if everything:
         note = "everything is bf16 in NxD Training, master weights included; they are always float32 here"
-        found.report(f"precision.{XLA[0]}", Effect.DIFFERS, note)
-    accumulate = full or found.flag("precision.fp32_grad_acc", False)
-    found.translate("precision.fp32_grad_acc", {"train.gradient_dtype": "float32" if accumulate else "bf16"})
-    if not full and not found.flag("precision.master_weights", False):
-        found.report("precision.master_weights", Effect.DIFFERS, "master weights are always float32")
+        translation.report(f"precision.{XLA[0]}", Effect.DIFFERS, note)
+    accumulate = full or translation.flag("precision.fp32_grad_acc", False)
+    translation.translate(
+        "precision.fp32_grad_acc", {"train.gradient_dtype": "float32" if accumulate else "bf16"}
+    )
+    if not full and not translation.flag("precision.master_weights", False):
+        translation.report("precision.master_weights", Effect.DIFFERS, "master weights are always float32")
     for name in MANUAL:
-        found.report(f"precision.{name}", Effect.HARMLESS, "master weights are float32")
+        translation.report(f"precision.{name}", Effect.HARMLESS, "master weights are float32")
 
 
-def _reduce_dtype(found: Translation, key: str, value: Any) -> None:
-    wider = str(value).lower() == "fp32" and found.get("precision.type") != "fp32"
-    if wider and _is_hugging_face_llama(found):
+def _reduce_dtype(translation: Translation, key: str, value: Any) -> None:
+    wider = str(value).lower() == "fp32" and translation.get("precision.type") != "fp32"
+    if wider and _is_hugging_face_llama(translation):
         note = "NxD Training's Hugging Face Llama sums over tensor ranks in float32, Trainshed in the dtype of activations"
-        found.report(key, Effect.DIFFERS, note)
-    found.report(key, Effect.HARMLESS, "layers communicate in the dtype of their activations")
+        translation.report(key, Effect.DIFFERS, note)
+    translation.report(key, Effect.HARMLESS, "layers communicate in the dtype of their activations")
 
 
 ALWAYS = "always done"
@@ -395,8 +404,8 @@ RULES: dict[str, Rule | str] = {
     ),
     "trainer.max_epochs": _max_epochs,
     "trainer.max_steps": _max_steps,
-    "trainer.gradient_clip_val": lambda found, key, _: found.translate(
-        key, {"train.clip": _number(found, key) or None}
+    "trainer.gradient_clip_val": lambda translation, key, _: translation.translate(
+        key, {"train.clip": _number(translation, key) or None}
     ),
     "trainer.val_check_interval": _evaluations,
     "trainer.check_val_every_n_epoch": _only(None, "evaluate.every counts steps", Effect.DIFFERS),
@@ -451,8 +460,9 @@ RULES: dict[str, Rule | str] = {
     "exp_manager.explicit_log_dir": STORE,
     "exp_manager.exp_dir": STORE,
     "exp_manager.name": "a run is named after its profile, or by --name",
-    "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
-        key, {"checkpoint.resume": "newest" if found.flag(key, isinstance(value, Unresolved)) else "none"}
+    "exp_manager.resume_if_exists": lambda translation, key, value: translation.translate(
+        key,
+        {"checkpoint.resume": "newest" if translation.flag(key, isinstance(value, Unresolved)) else "none"},
     ),
     "exp_manager.resume_ignore_no_checkpoint": "a run without a checkpoint starts anew",
     "exp_manager.create_tensorboard_logger": ALWAYS,

@@ -24,14 +24,14 @@ NAMED = {"gpt2": 50257, "llama3": 128256, "mixtral": 32000, "mistral": 32000, "l
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def translate(found: Translation, config: Path | None, model: Published | None) -> None:
+def translate(translation: Translation, config: Path | None, model: Published | None) -> None:
     """Set the tokenizer, and for Megatron's model the vocabulary size.
 
     Args:
         config: config.json given by the user.
         model: the published model whose numbers are used; None if they are the config's own.
     """
-    _source(found, config, model)
+    _source(translation, config, model)
     for name in (
         "library",
         "delimiter",
@@ -41,22 +41,22 @@ def translate(found: Translation, config: Path | None, model: Published | None) 
         "vocab_file",
         "merge_file",
     ):
-        found.report(f"data.tokenizer.{name}", Effect.HARMLESS, "read from the tokenizer's files")
-    if not is_hugging_face(found):
-        _padded_size(found, config)
+        translation.report(f"data.tokenizer.{name}", Effect.HARMLESS, "read from the tokenizer's files")
+    if not is_hugging_face(translation):
+        _padded_size(translation, config)
 
 
-def _source(found: Translation, config: Path | None, model: Published | None) -> None:
-    named = found.path(TYPE) or found.path("data.tokenizer")
-    key = TYPE if found.has(TYPE) else "data.tokenizer"
-    if named is None and found.has(key):  # unresolved
-        found.report(key, Effect.TO_DO, "set tokenizer.source")
-    files = [found.path(f"data.tokenizer.{name}") for name in ("vocab_file", "merge_file", "model")]
+def _source(translation: Translation, config: Path | None, model: Published | None) -> None:
+    named = translation.path(TYPE) or translation.path("data.tokenizer")
+    key = TYPE if translation.has(TYPE) else "data.tokenizer"
+    if named is None and translation.has(key):  # unresolved
+        translation.report(key, Effect.TO_DO, "set tokenizer.source")
+    files = [translation.path(f"data.tokenizer.{name}") for name in ("vocab_file", "merge_file", "model")]
     folders = {str(Path(file).parent) for file in files if file}
     if folders and (named is None or "/" not in named):
         if len(folders) > 1:
             note = f"its files are in {len(folders)} folders; copy them to one and set tokenizer.source"
-            found.translate(key, {"tokenizer.source": folders.pop()}, note, Effect.TO_DO)
+            translation.translate(key, {"tokenizer.source": folders.pop()}, note, Effect.TO_DO)
             return
         named = folders.pop()
     elif named == GPT2:
@@ -64,52 +64,57 @@ def _source(found: Translation, config: Path | None, model: Published | None) ->
     if named is not None:
         absent = named.startswith(("/", ".", "~")) and not Path(named).is_dir()
         note = "not on this machine" if absent else ""
-        found.translate(key, {"tokenizer.source": named}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
+        translation.translate(
+            key, {"tokenizer.source": named}, note, Effect.TO_DO if absent else Effect.TRANSLATED
+        )
         return
-    path = config or found.path("model.model_config")
-    folder = found.folder / Path(path) if path else None
+    path = config or translation.path("model.model_config")
+    folder = translation.folder / Path(path) if path else None
     if folder is not None:
         folder = folder if folder.is_dir() else folder.parent
     if folder is not None and (model is None or any((folder / name).exists() for name in FILES)):
-        found.ours["tokenizer.source"] = str(folder)
+        translation.ours["tokenizer.source"] = str(folder)
     elif model is not None:
-        line = found.lines.get("model.model_config")
+        line = translation.lines.get("model.model_config")
         note = f"{line.note}; its tokenizer is used too" if line else ""
         values = {"tokenizer.source": model.tokenizer}
-        found.translate("model.model_config", values, note, Effect.TO_DO)
+        translation.translate("model.model_config", values, note, Effect.TO_DO)
     else:
-        found.report(TYPE, Effect.ERROR, "is missing; no other key names a tokenizer")
+        translation.report(TYPE, Effect.ERROR, "is missing; no other key names a tokenizer")
 
 
-def _padded_size(found: Translation, config: Path | None) -> None:
-    size, origin, effect = _size(found, config)
+def _padded_size(translation: Translation, config: Path | None) -> None:
+    size, origin, effect = _size(translation, config)
     if size is None:
         note = "is missing, and the tokenizer that determines it is not on this machine; set it, or pass --config FILE"
-        found.report("model.vocab_size", Effect.ERROR, note)
+        translation.report("model.vocab_size", Effect.ERROR, note)
         return
-    tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
-    multiple = found.integer(DIVISOR, 128) * tensor
+    tensor = translation.integer("distributed_strategy.tensor_model_parallel_size", 1)
+    multiple = translation.integer(DIVISOR, 128) * tensor
     padded = -(-size // multiple) * multiple
     note = f"{size} tokens {origin}, padded to a multiple of {multiple}"
-    key = "model.vocab_size" if found.has("model.vocab_size") else DIVISOR
-    found.translate(key, {"model.vocab_size": padded}, note, effect)
-    found.ours["model.vocab_size"] = padded
+    key = "model.vocab_size" if translation.has("model.vocab_size") else DIVISOR
+    translation.translate(key, {"model.vocab_size": padded}, note, effect)
+    translation.ours["model.vocab_size"] = padded
     if effect is Effect.TRANSLATED:
-        found.ours["tokenizer.vocabulary_size"] = size
+        translation.ours["tokenizer.vocabulary_size"] = size
 
 
-def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Effect]:
+def _size(translation: Translation, config: Path | None) -> tuple[int | None, str, Effect]:
     """Vocabulary size, its origin, and TO_DO if the user should check it."""
     sure, guessed = Effect.TRANSLATED, Effect.TO_DO
-    if found.has("model.vocab_size"):
-        return found.integer("model.vocab_size", 1), "as stated", sure
+    if translation.has("model.vocab_size"):
+        return translation.integer("model.vocab_size", 1), "as stated", sure
     if config is not None:
         return read_config_json(config, "--config")["vocab_size"], f"of {config}", sure
-    files = found.path("data.tokenizer.vocab_file"), found.path(TYPE) or found.path("data.tokenizer")
+    files = (
+        translation.path("data.tokenizer.vocab_file"),
+        translation.path(TYPE) or translation.path("data.tokenizer"),
+    )
     for file in files:
         if file and (size := _count(Path(file))):
             return size, f"in {file}", sure
-    named = str(found.path("data.tokenizer.model") or files[1] or "")
+    named = str(translation.path("data.tokenizer.model") or files[1] or "")
     if named == GPT2:
         return NAMED["gpt2"], "of GPT-2", sure
     plain = "".join(letter for letter in Path(named).name.lower() if letter.isalnum())
@@ -120,7 +125,7 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
                 f"of a tokenizer named {Path(named).name}, which is not on this machine: check it",
                 guessed,
             )
-    numbers = {name: value for name, value in architecture.stated(found).items() if name != "norm_eps"}
+    numbers = {name: value for name, value in architecture.stated(translation).items() if name != "norm_eps"}
     if len(matches := published.find(numbers)) == 1:
         match = matches[0].published
         return match.model.vocab_size, f"of {match.name}, which has the same dimensions: check it", guessed

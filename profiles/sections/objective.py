@@ -36,7 +36,7 @@ class Traits:
     """What distinguishes an objective: its samples, keys and loss."""
 
     # Texts, all of whose tokens are trained on; records, of which the answers are; or pairs of records that differ in the answer.
-    samples: Literal["texts", "records", "pairs"]
+    sample_kind: Literal["texts", "records", "pairs"]
     keys: frozenset[str] = frozenset()  # of `objective` that have an effect, besides `kind`
     packs: bool = False  # records, if `packing` is null
     needs_reference: bool = False  # its loss is relative to a reference model, the initial weights
@@ -46,12 +46,12 @@ class Traits:
     @property
     def reads_records(self) -> bool:
         """Whether documents are records with fields, rather than texts."""
-        return self.samples != "texts"
+        return self.sample_kind != "texts"
 
     @property
     def pairs(self) -> bool:
         """Whether a sample is a preference pair, whose loss is not one of tokens."""
-        return self.samples == "pairs"
+        return self.sample_kind == "pairs"
 
     @property
     def rows(self) -> int:

@@ -91,7 +91,7 @@ class History:
 
         Records, whose samples may be of several shards, stay unless all of them are known.
         """
-        places, found = {place(shard) for part in known.parts for shard in part.shards}, []
+        places, kept = {place(shard) for part in known.parts for shard in part.shards}, []
         for part in self.parts:
             shards = tuple(shard for shard in part.shards if place(shard) not in places)
             if part.rows is None and len(shards) < len(part.shards):
@@ -100,8 +100,8 @@ class History:
                 shorter = {"shards": len(shards), "tokens": tokens, "windows": windows, "end": windows}
                 part = Part(replace(part.stream, **shorter), shards)
             if shards and part.stream.windows:
-                found.append(part)
-        return History(tuple(found))
+                kept.append(part)
+        return History(tuple(kept))
 
     def drawn(self, replay: Replay, span: int | None) -> Iterator[tuple[HistoryStream, Entry]]:
         """The shards that a round reads, with their streams."""
@@ -160,7 +160,7 @@ def of_dataset(
     parts = contents.get("blend") or [{"weight": None, "shards": len(shards)}]
     names = [source["name"] for source in contents.get("sources", ())]
     weighted = bool(contents.get("blend"))
-    found, first = [], 0
+    history_parts, first = [], 0
     for number, part in enumerate(parts):
         own = tuple(shards[first : first + part["shards"]])
         first += part["shards"]
@@ -173,8 +173,8 @@ def of_dataset(
         # Of the run and not of train.seed, so that the order stays the same in all rounds and is not that of the first reading.
         seed = int(keys.digest({"replay": [identity, number]})[:15], 16)
         stream = HistoryStream(identity, run, name, part["weight"], len(own), tokens, windows, seed)
-        found.append(Part(replace(stream, end=windows), own, rows))
-    return History(tuple(found))
+        history_parts.append(Part(replace(stream, end=windows), own, rows))
+    return History(tuple(history_parts))
 
 
 def with_replay(

@@ -65,7 +65,7 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
     except ValueError:  # a path, for example: no run can have that name
         return None
     # If it is corrupted, this raises: ignoring it would restart the series from round 0.
-    if (standing := run.require_json(run_files.STANDING)) is not None:
+    if (standing := run.require_json(run_files.PROMOTED)) is not None:
         return Promoted(**standing)
     inputs = run.require_json(run_files.INPUTS)
     if inputs is None or not run.files(EXPORT) or ledger.find(store, inputs["identity"]) is None:
@@ -177,4 +177,4 @@ def promote(
 def set_promoted(store: Store, name: str, promoted: Promoted) -> None:
     """Record the promoted model of a series, atomically."""
     contents = json.dumps(asdict(promoted), indent=1).encode()
-    store.backend.write(f"runs/{name}/{run_files.STANDING}", contents)
+    store.backend.write(f"runs/{name}/{run_files.PROMOTED}", contents)

@@ -35,10 +35,10 @@ def record(
         data += b"\n" * (not data.endswith(b"\n") and data != b"")  # after a line that was cut off
         rows = [row for line in data.splitlines() if (row := state_files.parse(line)) and is_metrics(row)]
         known = _merge(rows).get(step, {})
-        about = {"checkpoint": checkpoint} if checkpoint else {}
-        if all(known.get(name) == value for name, value in {**about, **metrics}.items()):
+        origin = {"checkpoint": checkpoint} if checkpoint else {}
+        if all(known.get(name) == value for name, value in {**origin, **metrics}.items()):
             return False
-        row = {"step": step, "time": round(time.time(), 3), **about, **metrics}
+        row = {"step": step, "time": round(time.time(), 3), **origin, **metrics}
         folder.write(run_files.EVALUATIONS, data + json.dumps(row).encode() + b"\n")
     _write_tensorboard(folder.path, step, metrics)
     return True

@@ -92,29 +92,29 @@ class KubernetesLauncher:
         return handle
 
     def find(self, job: Job) -> Handle | None:
-        for found in self._active(job):
-            if (found.metadata.annotations or {}).get(manifests.FINGERPRINT) == job.fingerprint:
-                return self._completed(job, found)  # its submission may have been interrupted
+        for resource in self._active(job):
+            if (resource.metadata.annotations or {}).get(manifests.FINGERPRINT) == job.fingerprint:
+                return self._completed(job, resource)  # its submission may have been interrupted
         return None
 
     def poll(self, handle: Handle) -> Status:
         asked, status = self._polled.get(handle.identifier, (-float("inf"), Status(running=True)))
         if not status.running or time.monotonic() - asked < POLL_SECONDS:
             return status
-        found = self._job(handle.identifier)
-        status = Status(running=False) if found is None else self._status(found)
+        resource = self._job(handle.identifier)
+        status = Status(running=False) if resource is None else self._status(resource)
         self._polled[handle.identifier] = (time.monotonic(), status)
         return status
 
     def location(self, handle: Handle) -> str:
-        found = self._job(handle.identifier)
-        active = found is not None and _end(found) is None
+        resource = self._job(handle.identifier)
+        active = resource is not None and _end(resource) is None
         return f"Kubernetes Job {self._namespace}/{handle.identifier}" if active else ""
 
     def cancel(self, handle: Handle, grace: float) -> None:
         """Delete the Job: its Pods get SIGTERM, and SIGKILL after the grace time."""
-        found = self._job(handle.identifier)
-        if found is None or _end(found) is not None:
+        resource = self._job(handle.identifier)
+        if resource is None or _end(resource) is not None:
             return
         for seconds, wait in ((int(grace), grace), (0, KILL_SECONDS)):
             for pod in self._pods(handle.identifier):
@@ -142,18 +142,19 @@ class KubernetesLauncher:
             return JobFailed(message, failure.detail, status.exit_code)
         return failure
 
-    def _status(self, found: V1Job) -> Status:
-        end = _end(found)
+    def _status(self, resource: V1Job) -> Status:
+        end = _end(resource)
         if end is None:
             return Status(running=True)
         if end == "Complete":
             return Status(running=False, exit_code=0)
-        pods = sorted(self._pods(found.metadata.name), key=_index)
-        self._nodes[found.metadata.name] = [pod.spec.node_name or "" for pod in pods]
+        pods = sorted(self._pods(resource.metadata.name), key=_index)
+        self._nodes[resource.metadata.name] = [pod.spec.node_name or "" for pod in pods]
         if lost := [pod for pod in pods if _is_lost(pod)]:
             where = f"Pod {lost[0].metadata.name} on {lost[0].spec.node_name} was evicted"
             return Status(
-                running=False, note=f"Kubernetes ended Job {found.metadata.name}: {where}, or {NODE_FAILED}"
+                running=False,
+                note=f"Kubernetes ended Job {resource.metadata.name}: {where}, or {NODE_FAILED}",
             )
         ended = [(pod, container) for pod in pods for container in _failed_containers(pod)]
         if killed := [pod for pod, container in ended if container.reason == OOM_KILLED]:
@@ -162,13 +163,15 @@ class KubernetesLauncher:
         if ended:
             first = min((container for _, container in ended), key=_end_order)
             return Status(running=False, exit_code=first.exit_code)
-        reasons = [f"{condition.reason}: {condition.message}" for condition in found.status.conditions or ()]
-        note = f"Kubernetes ended Job {found.metadata.name} ({'; '.join(reasons)}), or {NODE_FAILED}"
+        reasons = [
+            f"{condition.reason}: {condition.message}" for condition in resource.status.conditions or ()
+        ]
+        note = f"Kubernetes ended Job {resource.metadata.name} ({'; '.join(reasons)}), or {NODE_FAILED}"
         return Status(running=False, note=note)
 
-    def _completed(self, job: Job, found: V1Job) -> Handle:
+    def _completed(self, job: Job, resource: V1Job) -> Handle:
         """Handle of a Job, after creating its Service, Secret and handle file where they are missing."""
-        name, core = found.metadata.name, self._core
+        name, core = resource.metadata.name, self._core
         dependents = [
             (manifests.service(name, job), core.create_namespaced_service, core.read_namespaced_service)
         ]
@@ -176,24 +179,24 @@ class KubernetesLauncher:
             secret = manifests.secret(name, job)
             dependents.append((secret, core.create_namespaced_secret, core.read_namespaced_secret))
         # Makes Kubernetes delete them with the Job.
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": found.metadata.uid}
-        for resource, create, read in dependents:
-            resource["metadata"]["ownerReferences"] = [owner]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": resource.metadata.uid}
+        for body, create, read in dependents:
+            body["metadata"]["ownerReferences"] = [owner]
             try:
-                self._call(create, resource, field_validation="Strict")
+                self._call(create, body, field_validation="Strict")
             except self._api_error:
                 # An existing one is a conflict, or forbidden if the namespace's quota is used up.
                 if self._read(read, name) is None:
                     raise
-        handle = Handle(job, name, int(found.metadata.annotations.get(manifests.LOG_START, 0)))
+        handle = Handle(job, name, int(resource.metadata.annotations.get(manifests.LOG_START, 0)))
         write_handle(handle)
         return handle
 
     def _active(self, job: Job) -> list[V1Job]:
         """Jobs of this name, key and folder that have not ended and are not being deleted."""
         label = f"{manifests.JOB_LABEL}={manifests.job_label(job)}"
-        found = self._call(self._jobs.list_namespaced_job, label_selector=label).items
-        return [each for each in found if _end(each) is None and each.metadata.deletion_timestamp is None]
+        resources = self._call(self._jobs.list_namespaced_job, label_selector=label).items
+        return [each for each in resources if _end(each) is None and each.metadata.deletion_timestamp is None]
 
     def _pods(self, name: str) -> list[V1Pod]:
         selector = f"batch.kubernetes.io/job-name={name}"
@@ -249,9 +252,9 @@ def _unavailable(method: Callable[..., Any], error: Exception) -> Unavailable:
     return Unavailable(f"Kubernetes API server: unavailable for {method.__name__}: {reason}")
 
 
-def _end(found: V1Job) -> str | None:
+def _end(resource: V1Job) -> str | None:
     """Complete or Failed; None while the Job has not ended."""
-    conditions = found.status.conditions if found.status else None
+    conditions = resource.status.conditions if resource.status else None
     ended = (each.type for each in conditions or () if each.status == "True")
     return next((kind for kind in ended if kind in ("Complete", "Failed")), None)
 

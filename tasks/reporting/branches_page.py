@@ -33,11 +33,11 @@ def render(
         means = [(each["average"], ", ".join(each["members"]), _loss(each)) for each in averages]
         table = html.table(("average", "of", "validation loss"), means)
         sections.append(html.section("Averages of checkpoints", table))
-    about = (
+    description = (
         spec.description
         or f"{len(branches)} branch{'es' * (len(branches) != 1)} of one trunk, {trunk['run']}"
     )
-    return comparison_page.render(loaded, histories, (spec.name, about), sections)
+    return comparison_page.render(loaded, histories, (spec.name, description), sections)
 
 
 def _chart(trunk: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> str:

@@ -77,11 +77,11 @@ def fetch(
         return
     filesystem, root, infos = _find_remote(source, key)
     needed = _needed(filesystem, root, infos, checkpoints)
-    found = _by_name(source, root, infos, needed, key)
-    version = keys.digest(found)[:12]  # keeps partial downloads of different versions apart
+    remote_files = _by_name(source, root, infos, needed, key)
+    version = keys.digest(remote_files)[:12]  # keeps partial downloads of different versions apart
     folder = target.with_name(f".{target.name}.source-{version}")
-    _download_folder(source, filesystem, root, found, folder, key)
-    if _by_name(source, root, _find_remote(source, key)[2], needed, key) != found:
+    _download_folder(source, filesystem, root, remote_files, folder, key)
+    if _by_name(source, root, _find_remote(source, key)[2], needed, key) != remote_files:
         raise SourceChanged(source)
     yield folder
     for leftover in target.parent.glob(f".{target.name}.source-*"):
@@ -97,11 +97,11 @@ def pin(
     """
     path = Path(source).expanduser()
     if "://" in source:
-        filesystem, root, found = _find_remote(source, key)
-        needed = _needed(filesystem, root, found)
+        filesystem, root, infos = _find_remote(source, key)
+        needed = _needed(filesystem, root, infos)
         listed = [
             [path, info["size"], info.get("ETag") or remote_state(path, info)]
-            for path, info in sorted(found.items())
+            for path, info in sorted(infos.items())
             if _name(root, path).startswith(needed)
         ]
         return {"digest": keys.digest(listed), "commit": None}
@@ -122,11 +122,11 @@ def _files(path: Path, key: str) -> list[Path]:
     if not state_files.is_dir(path):
         return [path]
 
-    found = [path / name for name, _ in walk(path)]
-    for file in found:
+    paths = [path / name for name, _ in walk(path)]
+    for file in paths:
         if shown(str(file)) != str(file):
             raise ProfileError(key, shown(str(file)), "has a name that is not UTF-8; rename it")
-    return sorted(file for file in found if state_files.is_file(file))
+    return sorted(file for file in paths if state_files.is_file(file))
 
 
 def _download_from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:
@@ -144,15 +144,15 @@ def _download_from_hub(repository: str, commit: str, token: str | None, key: str
 
 
 def _by_name(
-    source: str, root: str, found: dict[str, dict[str, Any]], needed: tuple[str, ...], key: str
+    source: str, root: str, infos: dict[str, dict[str, Any]], needed: tuple[str, ...], key: str
 ) -> dict[str, tuple[int, str]]:
     """Size and state of each file of a remote folder whose name begins with one of `needed`, by name.
 
     Raises ProfileError if a name leads out of the folder.
     """
-    infos = {_name(root, path): info for path, info in found.items()}
+    by_name = {_name(root, path): info for path, info in infos.items()}
     try:
-        names = {checked_path(name): info for name, info in infos.items() if name.startswith(needed)}
+        names = {checked_path(name): info for name, info in by_name.items() if name.startswith(needed)}
     except ValueError as error:
         raise ProfileError(key, source, str(error)) from None
     return {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
@@ -164,13 +164,13 @@ def _name(root: str, path: str) -> str:
 
 
 def _needed(
-    filesystem: Any, root: str, found: dict[str, dict[str, Any]], checkpoints: int = 1
+    filesystem: Any, root: str, infos: dict[str, dict[str, Any]], checkpoints: int = 1
 ) -> tuple[str, ...]:
     """Beginnings of the names of the files that a conversion reads from a remote folder.
 
     Of a run, those of its latest complete checkpoints; of NxD's training run, those of the model in its newest checkpoint.
     """
-    names = {_name(root, path) for path in found}
+    names = {_name(root, path) for path in infos}
     steps = [int(match[1]) for match in map(MARKED.fullmatch, names) if match]
     if steps:
         return tuple(f"checkpoints/step_{step}/" for step in sorted(steps)[-checkpoints:])
@@ -193,23 +193,23 @@ def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, A
     """
     credentials.require_none(key, source)
     filesystem, root = remote.open_filesystem(source)
-    found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
-    if not found:
+    infos = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
+    if not infos:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
-    return filesystem, root, found
+    return filesystem, root, infos
 
 
 def _download_folder(
-    source: str, filesystem: Any, root: str, found: dict[str, tuple[int, str]], folder: Path, key: str
+    source: str, filesystem: Any, root: str, states: dict[str, tuple[int, str]], folder: Path, key: str
 ) -> None:
     """Download a remote folder's files that are missing locally; of a Hugging Face folder, one format."""
-    names = [*found]
+    names = [*states]
     if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in names):
         names = select_files(names, key, source)
 
     def download(name: str) -> None:
         path = folder / name
-        if path.is_file() and path.stat().st_size == found[name][0]:
+        if path.is_file() and path.stat().st_size == states[name][0]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")

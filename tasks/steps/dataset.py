@@ -310,16 +310,16 @@ def _weights_imply_sources(profile: Profile, plan: DatasetPlan) -> bool:
     weights = [source.weight for source in profile.data.sources]
     runs = groupby((shard.source for shard in plan.shards), key=lambda source: weights[source])
     # Neighbouring sources of the same weight: only if each has one shard.
-    found = [list(run) for weight, run in runs if weight is not None]
-    return all(len(set(run)) in (1, len(run)) for run in found)
+    weighted_runs = [list(run) for weight, run in runs if weight is not None]
+    return all(len(set(run)) in (1, len(run)) for run in weighted_runs)
 
 
 def _by_source(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[list[Artifact]]:
     """The tokenized shards of each source."""
-    found: list[list[Artifact]] = [[] for _ in profile.data.sources]
+    by_source: list[list[Artifact]] = [[] for _ in profile.data.sources]
     for shard, artifact in zip(plan.shards, tokens, strict=True):
-        found[shard.source].append(artifact)
-    return found
+        by_source[shard.source].append(artifact)
+    return by_source
 
 
 def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
@@ -340,15 +340,21 @@ def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
 def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
     """Counts of each source, for report.json."""
     rows: list[dict[str, Any]] = []
-    for source, found in zip(profile.data.sources, _by_source(profile, plan, tokens), strict=True):
-        counts = _sum(found)
+    for source, tokenized in zip(profile.data.sources, _by_source(profile, plan, tokens), strict=True):
+        counts = _sum(tokenized)
         made = counts["tokens"] + counts["validation_tokens"]
         where = source.repository or source.path or source.kind
         rate = round(counts["bytes"] / made, 3) if made else None
-        engines = sorted({shard.summary["engine"] for shard in found if shard.summary.get("engine")})
-        row = {"source": where, "shards": len(found), **counts, "bytes_per_token": rate, "engines": engines}
+        engines = sorted({shard.summary["engine"] for shard in tokenized if shard.summary.get("engine")})
+        row = {
+            "source": where,
+            "shards": len(tokenized),
+            **counts,
+            "bytes_per_token": rate,
+            "engines": engines,
+        }
         shards = [shard for shard in plan.shards if shard.source == len(rows)]
-        rows.append({**row, "missing_by_file": _missing_by_file(shards, found)})
+        rows.append({**row, "missing_by_file": _missing_by_file(shards, tokenized)})
     return rows
 
 
@@ -371,14 +377,14 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
     limit = profile.data.maximum_missing
     problem = f"are unusable for objective.kind {profile.objective.kind}" if plan.records else "have no text"
     shards = _by_source(profile, plan, tokens)
-    for row, found in zip(_report(profile, plan, tokens), shards, strict=True):
+    for row, tokenized in zip(_report(profile, plan, tokens), shards, strict=True):
         missing = row["missing"]
         records = (row["documents"] + row["validation_documents"]) // profile.rows_per_sample
         count = missing + records + row["short"] + row["duplicates"] + row["too_long"]
         share = missing / max(1, count)
         if share > limit:
             reason = f"{missing:,} of {counted(count, 'record')} in {row['source']} {problem}"
-            causes = (shard.summary.get("unusable") for shard in found)
+            causes = (shard.summary.get("unusable") for shard in tokenized)
             if cause := next(filter(None, causes), None):  # says what to do
                 raise ProfileError("data.maximum_missing", limit, f"{reason}; the first: {cause}")
             raise ProfileError("data.maximum_missing", limit, reason, [min(1.0, round(share + 5e-4, 3))])
@@ -448,9 +454,9 @@ def _require_shares(profile: Profile) -> None:
 
 def _require_records(profile: Profile, total: dict[str, int]) -> None:
     """Reject data without a record to train on, or to evaluate on."""
-    found = f"{counted(total['missing'], 'record')} cannot be used, {counted(total['too_long'], 'record')} too long"
+    unusable = f"{counted(total['missing'], 'record')} cannot be used, {counted(total['too_long'], 'record')} too long"
     if not total["documents"]:
-        raise ProfileError("data.sources", None, f"no record to train on: {found}")
+        raise ProfileError("data.sources", None, f"no record to train on: {unusable}")
     if not total["validation_documents"]:
         fraction = profile.data.validation_fraction
         reason = f"holds out none of the {total['documents']:,} usable records"

@@ -184,7 +184,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
     kept: set[str] = {"forecast", "mixture", "share"}  # records of predictions, a few kilobytes each
     notes = []
     names = [name for name in _runs(store) if not REPLACED.search(name)]
-    files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.STANDING, object))
+    files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.PROMOTED, object))
     records = read_each(store, names, lambda name: [_json(store, name, *each) for each in files])
     # Read in threads: each entry names the next one, so that a lineage alone waits for one after the other.
     series_names = {name for name, (_, _, series) in zip(names, records, strict=True) if series}

@@ -31,7 +31,7 @@ DECISIONS = (run_files.ATTEMPT, run_files.RESUMED)
 LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log after days, is uploaded less often
 LARGE_INTERVAL = 600.0  # seconds
 # Written to the store directly; a copy of an artifact; written only by a promotion (continual.py).
-EXCLUDED = {run_files.CHECKPOINTS, run_files.GRAPHS, run_files.STANDING}
+EXCLUDED = {run_files.CHECKPOINTS, run_files.GRAPHS, run_files.PROMOTED}
 # Written to the store directly, also from other machines; downloaded with the folder.
 DIRECT = {run_files.EVALUATIONS, run_files.ARTIFACTS}
 APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an attempt; TensorBoard's do too

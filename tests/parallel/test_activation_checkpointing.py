@@ -44,7 +44,7 @@ def build(architecture: str, modes: str | list[str], backend: str = ""):
 
 def forward(model) -> torch.Tensor:
     keys = sample_keys(1, torch.arange(len(TOKENS)))
-    return model.loss(model(TOKENS[:, :-1], torch.arange(128), samples=keys), TOKENS[:, 1:])
+    return model.loss(model(TOKENS[:, :-1], torch.arange(128), sample_keys=keys), TOKENS[:, 1:])
 
 
 @cache
@@ -75,7 +75,7 @@ def saved_bytes(model) -> int:
     """Memory allocated by forward and still alive after it, without the loss."""
     outputs = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        outputs.append(model(TOKENS[:, :-1], torch.arange(128), samples=sample_keys(1, torch.arange(2))))
+        outputs.append(model(TOKENS[:, :-1], torch.arange(128), sample_keys=sample_keys(1, torch.arange(2))))
     events = record.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 

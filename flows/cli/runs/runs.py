@@ -26,12 +26,12 @@ def run(options: argparse.Namespace) -> int:
     store = Store(options.store).existing()
     # Garbage collection is a fifth of the time of 3,000 runs.
     with without_garbage_collection(), waiting(lambda: "reading the runs"):
-        found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
-        stored = {name: _Files.of(files) for name, files in _stored(store, found).items()}
-    for view in found:
+        views = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
+        stored = {name: _Files.of(files) for name, files in _stored(store, views).items()}
+    for view in views:
         if view.summary.problem:
             print_stderr(f"trainshed: {view.summary.problem}")
-    rows = [(run, stored.get(run.name, _Files())) for run in found]
+    rows = [(run, stored.get(run.name, _Files())) for run in views]
     if options.json:
         print_json([run.to_json() | asdict(files) for run, files in rows])
     elif rows:
@@ -97,17 +97,17 @@ def fleet(options: argparse.Namespace) -> int:
     """Write the page and print totals and warnings. Raises ProfileError for an invalid store or output."""
     store = Store(options.store).existing()
     with waiting(lambda: "reading the runs"):
-        found = read_fleet(store)
-    if not found.runs:
+        overview = read_fleet(store)
+    if not overview.runs:
         print_stderr(f"warning: no runs in {store.location}")
-    page = write_page(options.output, render(found))
+    page = write_page(options.output, render(overview))
     if options.json:
-        runs, nodes = [run.to_json() for run in found.runs], [vars(node) for node in found.nodes]
-        print_json({"runs": runs, "nodes": nodes, "device_seconds": found.use, "page": page})
+        runs, nodes = [run.to_json() for run in overview.runs], [vars(node) for node in overview.nodes]
+        print_json({"runs": runs, "nodes": nodes, "device_seconds": overview.use, "page": page})
         return DONE
-    for name, value in key_figures(found).items():
+    for name, value in key_figures(overview).items():
         print(f"{name:<16} {value}")
-    for text in warning_texts(found):
+    for text in warning_texts(overview):
         print_stderr(f"warning: {text}")
     print(f"page: {relative(page)}")
     return DONE
@@ -117,21 +117,21 @@ def gc(options: argparse.Namespace) -> int:
     """List garbage; `--yes` removes it. Raises ProfileError for an invalid store or while a run is active."""
     store = Store(options.store).existing()
     with waiting(lambda: "looking for what no run refers to"):
-        found, notes = find_garbage(store)
+        garbage, notes = find_garbage(store)
     if options.yes:
         with waiting(lambda: "removing it"):
-            remove(store, found)
+            remove(store, garbage)
     if options.json:
-        print_json({"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes})
+        print_json({"garbage": [asdict(each) for each in garbage], "notes": notes, "removed": options.yes})
         return DONE
     console = table_console()
-    if found:
-        rows = [(each.what, each.name, format_bytes(each.bytes)) for each in found]
+    if garbage:
+        rows = [(each.what, each.name, format_bytes(each.bytes)) for each in garbage]
         print_table(console, ("what", "name", "size"), rows, left=2)
     for note in notes:
         console.print(f"note: {note}", markup=False)
-    total = format_bytes(sum(each.bytes for each in found))
-    if not found:
+    total = format_bytes(sum(each.bytes for each in garbage))
+    if not garbage:
         empty = not store.backend.entries("runs")
         console.print(
             f"no runs in {store.location}" if empty else "nothing to remove: runs refer to everything"

@@ -27,8 +27,8 @@ class TrainedAdapters(Adapters):
     """The adapters of a complete checkpoint. Raises ValueError if it has none, or is corrupted."""
 
     def __init__(self, folder: Path) -> None:
-        about = locations.read_marker(folder)
-        profile = Profile.model_validate(renamed_keys.current(about["profile"]))
+        marker = locations.read_marker(folder)
+        profile = Profile.model_validate(renamed_keys.current(marker["profile"]))
         if not profile.lora.rank:
             raise ValueError(f"{folder}: not a checkpoint of LoRA adapters")
         self.model, self._lora, self.base = profile.model, profile.lora, profile.init.from_
@@ -37,7 +37,7 @@ class TrainedAdapters(Adapters):
             profile.lora.dropout,
             DTYPES[profile.train.precision],
         )
-        self._reader = Reader(folder, about.get("files"))
+        self._reader = Reader(folder, marker.get("files"))
 
     def __iter__(self) -> Iterator[Factors]:
         rank, targets, model = self.rank, self._lora.targets, self.model

@@ -47,7 +47,7 @@ def hidden(model: GPT, samples: list[int] | None) -> torch.Tensor:
     """Hidden states (b, s, h) of one text under each of these sample numbers."""
     tokens = torch.arange(24).expand(len(samples or [0]), 24)
     keys = None if samples is None else sample_keys(1234, torch.tensor(samples))
-    return model(tokens, torch.arange(24), samples=keys).view(*tokens.shape, -1)
+    return model(tokens, torch.arange(24), sample_keys=keys).view(*tokens.shape, -1)
 
 
 def test_dropout_depends_only_on_the_sample_number(model):
