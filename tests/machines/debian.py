@@ -6,6 +6,7 @@ import ast
 import ctypes
 import fcntl
 import os
+import platform
 import re
 import shutil
 import signal
@@ -27,7 +28,8 @@ SETTINGS = re.compile(r"(PIP|UV)_.*|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|.*_proxy", 
 CACHE = Path("/var/cache/packages")
 PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PRELOADED = Path("/usr/local/lib/denied_locks.so")
-CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
+CLONE_NEWNET, SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x40000000, 0x8914, 0x8916, 1
+UNUSED = "192.0.2.1"  # an address reserved for documentation
 
 
 def base(release: str, folder: Path) -> Path:
@@ -130,15 +132,23 @@ class Debian:
         _run("mount", "-o", "remount,bind,ro", checkout)
 
     def disconnect(self) -> None:
-        """Leave this process and its later commands only the loopback interface."""
+        """Leave this process and its later commands only the loopback interface.
+
+        It gets a second address: without one outside of 127.0.0.0/8, Slurm's daemons find no address to listen on.
+        """
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "unshare")
         with socket.socket() as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+            address = struct.pack("H2x4s8x", socket.AF_INET, socket.inet_aton(UNUSED))
+            fcntl.ioctl(any_socket, SIOCSIFADDR, struct.pack("16s16s8x", b"lo:1", address))
 
     def _install(self, folder: Path) -> None:
-        """Install the machine's packages, its user and the checkout of HEAD."""
+        """Install the machine's packages, its name's address, its user and the checkout of HEAD."""
         root = Path("/")
+        if self.machine.user:
+            hosts = f"127.0.0.1 localhost\n127.0.1.1 {platform.node()}\n"  # as Debian's installer writes it
+            (self.root / "etc/hosts").write_text(hosts)
         if self.machine.packages:
             # A mirror may be behind by weeks: then testing's index, which is still signed, has expired.
             options = ("APT::Sandbox::User=root", "Acquire::Check-Valid-Until=false")

@@ -23,7 +23,7 @@ class Machine:
         uv: whether uv is installed.
         git: whether the checkout has its history.
         folder: name of the checkout's folder.
-        user: has a name, a home and HOME; otherwise it is a number, as in a container.
+        user: has a name, a home and HOME; otherwise it is a number, as in a container, and the machine's own name has no address.
         root: commands run as root.
         locale: of LANG.
         terminal: the output is a terminal of 80 columns.
