@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from flows.server.prefect_settings import single_certificate_setting
+from flows.server.prefect_settings import give_name_and_home, single_certificate_setting
 from modeling.compilation import toolchain
 from modeling.cores import usable_cores, usable_memory
 from profiles.files.file_locks import locked
@@ -28,6 +28,7 @@ from tests import forkserver
 # has its own home, hence its own server and database.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="trainshed-tests-prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
+give_name_and_home(Path(os.environ["PREFECT_HOME"]))
 os.environ |= single_certificate_setting(Path(os.environ["PREFECT_HOME"]))
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):

@@ -70,7 +70,7 @@ def configure(store: Path) -> Path:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    _give_name_and_home(store.absolute() / "prefect-home")
+    give_name_and_home(store.absolute() / "prefect-home")
     if not os.environ.get("PREFECT_HOME"):
         profiles = Path(os.path.expanduser("~/.prefect/profiles.toml"))  # as it is for a user without a home
         if profiles.exists():
@@ -79,7 +79,7 @@ def configure(store: Path) -> Path:
     return Path(os.environ["PREFECT_HOME"]).expanduser()
 
 
-def _give_name_and_home(home: Path) -> None:
+def give_name_and_home(home: Path) -> None:
     """Set HOME and USER if the user has neither, as in containers.
 
     Prefect, torch and others need them.
