@@ -16,7 +16,7 @@ from modeling.planning.auto import resolve_auto
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.local_paths import RUN, local_path
 from profiles.schema import Profile
 from tasks.fork import find_parent, require_forkable, require_new_name
@@ -84,7 +84,7 @@ def overrides_from(source: str, store: Store) -> list[str]:
     if source.startswith(RUN):
         locate_export(store.existing(), "--from", source)
         config = str(store.work_dir / "runs" / source.removeprefix(RUN) / run_files.EXPORT)
-    elif "/" not in source and not local_path(source).exists():
+    elif "/" not in source and not state_files.exists(local_path(source)):
         raise ProfileError("--from", source, "is neither run:NAME, a folder nor a repository", [RUN + source])
     named, settings = json.dumps(source), json.dumps(config)  # also YAML
     return [f"init={{from: {named}}}", f"tokenizer.source={named}", f"model.config={settings}"]

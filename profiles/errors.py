@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from profiles.files import state_files
+
 MAX_VALUE_LENGTH = 80  # characters
 MAX_PATH_LENGTH = 4096  # characters, PATH_MAX on Linux
 FEW = 5  # choices to name if none is near
@@ -101,7 +103,7 @@ def _is_path(value: Any) -> bool:
 def install_command(extra: str) -> str:
     """The command that installs an extra into this environment, with the pins of its installation."""
     pip, constraints = Path(sys.prefix, "bin/pip"), Path(sys.prefix, "constraints.txt")
-    if not constraints.exists():  # not created by `make install`
+    if not state_files.exists(constraints):  # not created by `make install`
         pip, constraints = Path(pip.name), Path(constraints.name)
     return shlex.join([str(pip), "install", "-c", str(constraints), "-e", f".[{extra}]"])
 

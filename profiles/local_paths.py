@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.sections.objective import TEMPLATES
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # possible name of one on the hub, org/name
@@ -72,6 +72,6 @@ def _is_path(value: str, name: str, folder: Path) -> bool:
         return name != "template" or value not in TEMPLATES
     if value == "train" or value.startswith(RUN):
         return False
-    if value.startswith(".") or (folder / value).is_dir():
+    if value.startswith(".") or state_files.is_dir(folder / value):
         return True
-    return Path(value).is_dir() and not REPOSITORY.fullmatch(value)
+    return state_files.is_dir(Path(value)) and not REPOSITORY.fullmatch(value)

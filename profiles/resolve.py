@@ -99,7 +99,7 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         return path
     if not names_file and name_or_path in _shipped():
         return _shipped()[name_or_path]
-    if name_or_path and path.is_dir():
+    if name_or_path and state_files.is_dir(path):
         reason = "is a folder; a profile is a name (see `trainshed profiles`) or the path of a YAML file"
         found = sorted(str(Path(name_or_path) / each.name) for each in path.glob("*.y*ml"))
         raise ProfileError(key, name_or_path, reason, found[:5])

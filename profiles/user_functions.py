@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.schema import Profile
 from trainshed import PACKAGES
 
@@ -57,7 +58,7 @@ def imported_files(path: Path, root: Path) -> list[Path]:
         for module in _imported_names(tree):
             file = root.joinpath(*module.split("."))
             for each in (file.with_suffix(".py"), file / "__init__.py"):
-                if each not in found and each.is_file():
+                if each not in found and state_files.is_file(each):
                     found.add(each)
                     waiting.append(each)
     return sorted(found - {path})

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.files.state_files import CorruptedState
 from profiles.huggingface.hub import resolve_commit
 from profiles.local_paths import RUN
@@ -195,7 +196,9 @@ def locate_runs(profile: Profile, store: Store, *, required: bool = True) -> Pro
 def _is_export(reference: Reference) -> bool:
     """Whether a reference is to the export of a run, which exists."""
     source = reference.get("weights") or reference.get("tokenizer") or ""
-    return Path(source).match(f"runs/*/{EXPORT}") and ("://" in source or Path(source).expanduser().exists())
+    return Path(source).match(f"runs/*/{EXPORT}") and (
+        "://" in source or state_files.exists(Path(source).expanduser())
+    )
 
 
 def _exported(store: Store, name: str) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from profiles import renamed_keys, user_functions
 from profiles.files import state_files
+from profiles.files.folders import walk
 from profiles.schema import Evaluate, Objective, Profile, Train
 from profiles.sections import families
 from profiles.sections.base import required
@@ -408,7 +409,7 @@ def code_digest(*packages: str) -> str:
         assert spec is not None
         assert spec.submodule_search_locations is not None
         folder = Path(spec.submodule_search_locations[0])
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(folder / name for name, _ in walk(folder) if name.endswith(".py")):
             total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
     return total.hexdigest()[:32]
 

@@ -197,7 +197,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     checkout = Path(__file__).parents[1]
-    if not (checkout / ".git").exists():
+    if not state_files.exists(checkout / ".git"):
         return ""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     try:

@@ -21,6 +21,12 @@ import pytest
 
 ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES)
 READS = ("scandir", "listdir", "stat", "lstat", "open")
+OF_PATHS = {
+    "exists": os.path.exists,
+    "is_file": os.path.isfile,
+    "is_dir": os.path.isdir,
+    "is_symlink": os.path.islink,
+}
 WRITES = ("rename", "replace", "link", "unlink", "mkdir")
 Fault = Callable[[str, str], OSError | str | None]
 """Called with an operation and a path; returns the error to raise, "short" to read only half of the file, or None."""
@@ -91,7 +97,10 @@ class _Short(io.FileIO):
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, root: Path, fault: Fault) -> None:
-    """Make calls to the operating system on paths in a folder fail as `fault` decides."""
+    """Make calls to the operating system on paths in a folder fail as `fault` decides.
+
+    In every version of Python, `Path.is_dir` and the like take a failed call for no, as since Python 3.14.
+    """
 
     def wrap(module: Any, name: str, operation: str) -> None:
         original = getattr(module, name)
@@ -116,6 +125,8 @@ def inject(monkeypatch: pytest.MonkeyPatch, root: Path, fault: Fault) -> None:
     for name in (*READS, *WRITES):
         wrap(os, name, name)
     wrap(io, "open", "open")
+    for name, function in OF_PATHS.items():
+        monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
 
 
 def inject_objects(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:

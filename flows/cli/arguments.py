@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from profiles import arguments
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.files import state_files
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -74,7 +75,7 @@ def write_page(output: str, page: str) -> str:
     """Write the page of `--output`; returns its path. Raises ProfileError if it cannot be written."""
     path = Path(output)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(path.parent)
         path.write_text(page)
     except OSError as error:
         raise ProfileError("--output", output, f"cannot be written: {error.strerror}") from error

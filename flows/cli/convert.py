@@ -18,6 +18,7 @@ from modeling.conversion.choices import FORMATS
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
 from profiles.errors import ProfileError, counted
+from profiles.files import state_files
 from profiles.local_paths import RUN
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
                 facts["equal"] = compared - len(different)
     except ProfileError as error:
         run_folder = Path("store/runs", options.source)
-        if error.key == "SOURCE" and run_folder.is_dir():
+        if error.key == "SOURCE" and state_files.is_dir(run_folder):
             raise error.with_choices([str(run_folder)]) from None
         raise
     except NoCredentialsError:
@@ -104,7 +105,7 @@ def _reject_unused(options: argparse.Namespace) -> None:
             raise ProfileError(f"--{axis}", degree, reason)
     if options.nxd_qkv and options.to != "nxd":
         raise ProfileError("--nxd-qkv", options.nxd_qkv, "is used only with --to nxd")
-    if options.revision and Path(options.source).expanduser().exists():
+    if options.revision and state_files.exists(Path(options.source).expanduser()):
         raise ProfileError(
             "--revision", options.revision, "is used only with a hub repository; SOURCE is local"
         )

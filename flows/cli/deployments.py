@@ -322,10 +322,10 @@ def _run(module: list[str], home: Path, log_file: Path, settings: ProcessOptions
 
 def _progress(log_file: Path, total: int) -> Callable[[], str]:
     """A description of the progress of a registration, read from its log."""
-    before = log_file.stat().st_size if log_file.exists() else 0
+    before = log_file.stat().st_size if state_files.exists(log_file) else 0
 
     def describe() -> str:
-        log = log_file.read_bytes()[before:] if log_file.exists() else b""
+        log = log_file.read_bytes()[before:] if state_files.exists(log_file) else b""
         done = sum(line.startswith(b"registered ") for line in log.splitlines())
         what = f"{total} deployments" if total else "automations"
         return f"registering {what}" + (f": {done} done" if done else "")

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             problem = error
         planned = None if problem else plan(profile)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(target.parent)
         with target.open("x") as file:
             file.write(imported.text())
     except OSError as error:

@@ -43,6 +43,7 @@ from flows.ui.console import (
 from modeling.start import without_garbage_collection
 from profiles import resolve
 from profiles.errors import ProfileError, counted
+from profiles.files import state_files
 from profiles.files.state_files import CorruptedState
 from profiles.schema import Profile
 from tasks.chain_gate import GateMissed
@@ -110,11 +111,11 @@ def _show_completed(options: argparse.Namespace, profile: Profile) -> bool:
     from tasks import completed
 
     work_dir = profile.cluster.work_dir or "store"
-    if not Store(options.store, work_dir).work_dir.is_dir():  # a run that is rejected makes no store
-        return False
+    if not state_files.is_dir(Store(options.store, work_dir).work_dir):
+        return False  # a run that is rejected makes no store
     store = open_store(options.store, work_dir)
     home = configure(store.work_dir)
-    if may_have_server_settings(home) or (home / "server.json").exists():
+    if may_have_server_settings(home) or state_files.exists(home / "server.json"):
         return False
     if (result := completed.find(store, profile)) is None:
         return False
@@ -189,7 +190,7 @@ def run_flow(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(log_file.parent)
     except OSError as error:
         key = "cluster.work_dir" if store.is_remote else "store"
         raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
@@ -266,7 +267,7 @@ def _report_failure(error: BaseException, log_file: Path) -> int:
 
     if not isinstance(error, FatalError):
         print_stderr("run the same command again to resume")
-    if log_file.is_file():
+    if state_files.is_file(log_file):
         print_stderr(f"traceback: {log_file}")
     return FAILED
 
@@ -281,7 +282,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         def serve() -> Server:
             return stack.enter_context(shared_server(home, work_dir / "logs/server.log"))
 
-        new = not (home / "prefect.db").exists()
+        new = not state_files.exists(home / "prefect.db")
 
         # If possible before Prefect is imported, so that the import overlaps with the server's start.
         server = None if may_have_server_settings(home) else serve()

@@ -69,7 +69,7 @@ PREFECT_API_AUTH_STRING = "{password}"
 def run(options: argparse.Namespace) -> int:
     """Start what is missing, print the UI's address and wait; returns the exit code."""
     home = Path(__file__).parents[2]
-    if not (home / "prefect.yaml").exists():
+    if not state_files.exists(home / "prefect.yaml"):
         advice = "`up` needs a checkout, installed with `pip install -e`"
         print_stderr(f"trainshed: no prefect.yaml in {home}; {advice}")
         return FAILED
@@ -119,7 +119,7 @@ class _Services:
         self.options, self.home, self.locks, self.missing = options, home, locks, missing
         self.port, self.address = options.port, f"http://127.0.0.1:{options.port}"
         self.logs = Path("store/logs")
-        self.logs.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(self.logs)
         self.variables = {
             "PREFECT_API_URL": f"{self.address}/api",
             "TRAINSHED_FOLDER": str(Path.cwd()),

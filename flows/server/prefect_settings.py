@@ -73,7 +73,7 @@ def configure(store: Path) -> Path:
     give_name_and_home(store.absolute() / "prefect-home")
     if not os.environ.get("PREFECT_HOME"):
         profiles = Path(os.path.expanduser("~/.prefect/profiles.toml"))  # as it is for a user without a home
-        if profiles.exists():
+        if state_files.exists(profiles):
             os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
         os.environ["PREFECT_HOME"] = str(_with_locks(_private_home(store.absolute() / "prefect-home")))
     return Path(os.environ["PREFECT_HOME"]).expanduser()
@@ -165,7 +165,7 @@ def single_certificate_setting(home: Path) -> dict[str, str]:
     Every Prefect client loads certificates, needed or not, and deploying starts hundreds of clients.
     """
     path = home / "certificate.pem"
-    if not path.exists():
+    if not state_files.exists(path):
         import certifi
 
         end = "-----END CERTIFICATE-----\n"
@@ -180,7 +180,7 @@ def may_have_server_settings(home: Path) -> bool:
         return True
     files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))
     variables = ("PREFECT_API_URL", "PREFECT_PROFILES_PATH")
-    if any(map(os.environ.get, variables)) or any(file.exists() for file in files):
+    if any(map(os.environ.get, variables)) or any(state_files.exists(file) for file in files):
         return True
     project = Path("pyproject.toml")
-    return project.exists() and "tool.prefect" in project.read_text(errors="replace")
+    return state_files.exists(project) and "tool.prefect" in project.read_text(errors="replace")

@@ -25,6 +25,7 @@ from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import access_settings, cors_setting
 from flows.server.secrets import without_tokens
 from flows.server.serve import SHARED
+from profiles.files import state_files
 
 SERVE = "flows.server.serve"  # the module of the server's process
 START_TIMEOUT = 1800.0  # seconds; a server that exits is noticed at once, and a busy machine may take minutes
@@ -68,7 +69,7 @@ class Server:
             joined = self._locks.join()
             self.started = joined is None
             if joined is None:
-                log_file.parent.mkdir(parents=True, exist_ok=True)
+                state_files.make_folder(log_file.parent)
                 start_server(self._locks, SHARED, 0, log_file)
                 joined = self._locks.join()
             self.access = access_settings(self._locks.home)

@@ -170,7 +170,7 @@ def _paths(profile: Profile, folder: Path) -> str:
     command = f"trainshed tensorboard {shlex.quote(profile.name)} --store {shlex.quote(str(store))}"
     lines = [f"- run folder: `{folder}`"]
     outputs = {"report": folder / run_files.REPORT, "model": folder / run_files.EXPORT}
-    lines += [f"- {name}: `{path}`" for name, path in outputs.items() if path.exists()]
+    lines += [f"- {name}: `{path}`" for name, path in outputs.items() if state_files.exists(path)]
     lines.append(f"- TensorBoard: `{command}`, then [{TENSORBOARD}]({TENSORBOARD})")
     return "## Paths\n\n" + "\n".join(lines)
 

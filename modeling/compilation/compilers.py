@@ -34,6 +34,7 @@ from modeling.compilation import toolchain
 from modeling.compilation.manifest import without_random_state
 from parallel import device as devices
 from parallel.host_products import ONEDNN_PRODUCTS
+from profiles.files import state_files
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
@@ -221,7 +222,7 @@ def _without_spaces(folder: Path) -> Path:
     """
     if not re.search(r"\s", str(folder)):
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    state_files.make_folder(folder)
     folder = folder.absolute()
     link = _private_temp_folder() / hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     with suppress(FileExistsError):  # of another process
@@ -229,7 +230,7 @@ def _without_spaces(folder: Path) -> Path:
         for each in link.parent.iterdir():
             with suppress(OSError):  # removed meanwhile
                 # A recent one may be in use: its file system may be unmounted for a moment, or not visible in this container.
-                if not each.exists() and each.lstat().st_mtime < time.time() - LINK_SECONDS:
+                if not state_files.exists(each) and each.lstat().st_mtime < time.time() - LINK_SECONDS:
                     each.unlink()
     return link
 

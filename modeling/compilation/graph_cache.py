@@ -291,7 +291,7 @@ def unpack(artifact: Path, run: Path) -> Path | None:
     if not state_files.exists(packed):
         return None
     folder = run / run_files.GRAPHS / artifact.name
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    state_files.make_folder(folder.parent)
     with locked(folder.with_name(f".{artifact.name}.lock"), required=False) as held:
         if state_files.exists(folder):
             return folder

@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from profiles.files import file_locks
+from profiles.files import file_locks, state_files
 
 COMPILERS = ("g++", "clang++")
 # What inductor's code needs: Python's and OpenMP's headers, and C++20.
@@ -64,7 +64,7 @@ def missing() -> str | None:
     """What is not installed for compiling, as a phrase that says what to install; None if nothing."""
     if cpp_compiler() is None:
         return "no C++ compiler (install g++)"
-    return None if (Path(sysconfig.get_path("include")) / "Python.h").exists() else NO_HEADERS
+    return None if state_files.exists(Path(sysconfig.get_path("include")) / "Python.h") else NO_HEADERS
 
 
 def fault(folder: Path) -> str | None:
@@ -75,7 +75,7 @@ def fault(folder: Path) -> str | None:
 @cache
 def _fault(compiler: str, folder: Path) -> str | None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(folder)
         with tempfile.TemporaryDirectory(prefix=".toolchain-", dir=folder) as work:
             if not file_locks.supported(Path(work, "lock")):  # inductor locks each file that it compiles
                 return NO_LOCKS

@@ -33,6 +33,7 @@ from parallel.checkpoint import locations
 from parallel.pipeline.schedules import cut_layers
 from profiles.errors import ProfileError, counted
 from profiles.files import state_files
+from profiles.files.folders import walk
 from profiles.sections.model_checks import neighbours
 
 RECIPE = 6  # changed when the same inputs are converted differently
@@ -72,7 +73,7 @@ class Options:
 
     def config_of(self, source: Path) -> Path:
         """The model's config.json or its folder: --config, or the source's folder."""
-        return self.config or (source if source.is_dir() else source.parent)
+        return self.config or (source if state_files.is_dir(source) else source.parent)
 
     def inputs(self, members: Sequence[Path], adapters: Path | None) -> dict[str, Any]:
         """What determines the result, as JSON: the options, and all read files' names, sizes and times.
@@ -93,7 +94,8 @@ class Options:
 def _stats(source: Path) -> list[list[Any]]:
     """Name, size and modification time of a file, or of the files in a folder."""
     is_folder = state_files.is_dir(source)
-    paths = sorted(filter(state_files.is_file, source.rglob("*"))) if is_folder else [source]
+    found = [source / name for name, _ in walk(source)] if is_folder else [source]
+    paths = sorted(filter(state_files.is_file, found))
     stats = [(path.relative_to(source).as_posix(), path.stat()) for path in paths]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
@@ -162,7 +164,7 @@ def _members(source: Path, options: Options) -> list[Path]:
     """Checkpoints to read: the source's, then those to average with it. Raises ProfileError."""
     found = [formats.locate(source)]
     if options.last is not None:
-        is_run = (source / "checkpoints").is_dir()
+        is_run = state_files.is_dir(source / "checkpoints")
         folder = source / "checkpoints" if is_run else source.parent
         saved = [path for _, path in locations.complete_checkpoints(folder)]
         if not is_run:
@@ -217,7 +219,7 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
 
     def write(file: File) -> None:
         path = destination / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(path.parent)
         partial = path.with_name(f".{path.name}.partial")
         note, sha256 = file.write(partial, limit, progress.add)
         journal.add(file.name, partial, note, sha256)

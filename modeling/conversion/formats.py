@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def locate(source: Path) -> Path:
     """The checkpoint to read: the latest complete one of a run folder, otherwise `source` itself."""
-    saved = list(locations.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
+    saved = list(locations.complete_checkpoints(source / "checkpoints")) if state_files.is_dir(source) else []
     return saved[-1][1] if saved else source
 
 
@@ -59,7 +59,7 @@ def read(
     if files := huggingface.weight_files(source):
         described = model is None
         if model is None:
-            folder = source if source.is_dir() else source.parent
+            folder = source if state_files.is_dir(source) else source.parent
             if not state_files.exists(folder / "config.json"):
                 raise ProfileError("--config", None, f"is required: {folder} has no config.json")
             model = read_config(folder, "SOURCE")
@@ -74,7 +74,7 @@ def read_config(path: Path, option: str = "--config") -> Model:
     Raises:
         ProfileError: the file, specified on the command line by `option`, is missing or not supported.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if state_files.is_dir(path) else path
     values = read_config_json(path, option)
     try:
         return Model(**values)

@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
         ValueError: an index is corrupted, names files outside the folder, or has other weights than the file beside it; or the
             .bin files beside safetensors are of another model.
     """
-    if folder.is_file():
+    if state_files.is_file(folder):
         return [folder]
     formats = {single: files for single in SINGLE if (files := _files_of(folder, single))}
     if not formats:
@@ -398,5 +398,5 @@ def _token_ids(source: Path | None) -> dict[str, Any]:
 
 def config_files(source: Path) -> tuple[Path, Path]:
     """config.json and generation_config.json (may be missing) of a config.json or of its folder."""
-    config = source / "config.json" if source.is_dir() else source
+    config = source / "config.json" if state_files.is_dir(source) else source
     return config, config.with_name(GENERATION_CONFIG)

@@ -65,7 +65,7 @@ class Journal:
     def _has_size(self, entry: tuple[str, dict[str, Any]]) -> bool:
         """Whether a file exists with its recorded size."""
         path = self.folder / entry[0]
-        return path.is_file() and path.stat().st_size == entry[1]["size"]
+        return state_files.is_file(path) and path.stat().st_size == entry[1]["size"]
 
     def add(self, name: str, path: Path, note: Any, sha256: str) -> None:
         """Record that file `name` is complete, before the temporary `path` is renamed to it."""
@@ -97,10 +97,10 @@ def open_journal(folder: Path, inputs: dict[str, Any], size: int, replace: bool 
     Raises:
         ProfileError: the folder contains something else, or its disk has too little space.
     """
-    existed = folder.is_dir()
+    existed = state_files.is_dir(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
+        state_files.make_folder(folder)
+    except NotADirectoryError:
         raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
     except OSError as error:
         raise ProfileError("DESTINATION", str(folder), f"cannot be written: {error.strerror}") from error

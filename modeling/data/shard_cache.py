@@ -21,7 +21,7 @@ from pathlib import Path
 
 from parallel.checkpoint.locations import reject_page_file
 from parallel.checkpoint.object_stores import renew_credentials
-from profiles.files import retries, retry_policies
+from profiles.files import folders, retries, retry_policies, state_files
 from profiles.files.file_locks import locked
 
 SUFFIXES = (".bin", ".idx")
@@ -52,12 +52,12 @@ class ShardCache:
         self._folder, self._limit, self._root = folder, limit, root
         self._pool = ThreadPoolExecutor(PARALLEL_DOWNLOADS, thread_name_prefix="shard-cache")
         self._prefetches: dict[str, Future[None]] = {}
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
+        try:
+            state_files.make_folder(folder)
+        except NotADirectoryError as error:
             raise ValueError(
                 f"{folder}: is not a folder, or is a link to nothing; remove it, or mount what it links to"
-            )
+            ) from error
 
     def is_remote(self, path: str) -> bool:
         """Whether a shard is read through the cache; others are on this machine."""
@@ -133,7 +133,7 @@ class ShardCache:
     def _evict(self, needed: int) -> bool:
         """Remove least recently used shards until `needed` bytes are free; returns whether they are."""
         states: dict[Path, os.stat_result] = {}
-        for file in self._folder.glob("*.room"):
+        for file in folders.matches(self._folder, "*.room"):
             with suppress(FileNotFoundError):
                 states[file.with_suffix("")] = file.stat()
         used = sum(state.st_size for state in states.values())

@@ -65,7 +65,7 @@ class Calibration:
         return work + moved / self.others[precision]
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(path.parent)
         values = asdict(self)
         del values["path"]
         path.write_text(json.dumps(values, indent=1) + "\n")

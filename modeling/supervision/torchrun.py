@@ -34,6 +34,7 @@ from modeling.supervision import heartbeat
 from modeling.supervision.forked_ranks import ForkedRank, fork_ranks
 from modeling.supervision.stragglers import node_name
 from modeling.supervision.time_account import BEGUN
+from profiles.files import state_files
 from profiles.files.exit_codes import HANG_MESSAGE
 
 GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
@@ -164,7 +165,7 @@ def report(process: heartbeat.WatchedProcess) -> None:
     message = f"rank {rank} on {node_name()}: {HANG_MESSAGE} longer than allowed, and it dumped no stacks"
     stacks = capture_stacks(process.pid)
     with contextlib.suppress(OSError):  # a full disk must not keep the rank alive
-        process.stacks.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(process.stacks.parent)
         with process.stacks.open("a") as file:
             file.write(f"{message}; captured externally:\n{stacks}")
     print(f"[rank {rank}] warning: {message}; its stacks: {process.stacks}", flush=True)

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 import psutil
 
+from profiles.files import state_files
+
 MIN_STEPS = 3  # needed for a median step time
 STEP = "step"
 COMPILE = "compile"
@@ -303,7 +305,7 @@ class Watchdog:
         if self._heartbeat is not None:
             self._heartbeat.set_deadline(time.monotonic() + FAULTHANDLER_DELAY)
         with contextlib.suppress(OSError):  # a full disk must not keep the rank alive
-            path.parent.mkdir(parents=True, exist_ok=True)
+            state_files.make_folder(path.parent)
             with path.open("w") as file:
                 print(message, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)

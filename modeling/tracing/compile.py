@@ -31,7 +31,7 @@ from modeling.training.trainer import threads
 from parallel import device as devices
 from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
 from profiles.arguments import Parser
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.resolve import load
 from profiles.schema import Profile
 
@@ -116,7 +116,11 @@ def describe(error: BaseException) -> str:
 def _source_location(frame: tuple[str, str]) -> str | None:
     """A (file, line) as `Class.function (path:line: code)`; None for other libraries' code."""
     path, line = Path(frame[0]), int(frame[1])
-    if not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and path.is_file()):
+    if not (
+        path.is_relative_to(ROOT)
+        and path.relative_to(ROOT).parts[0] in PACKAGES
+        and state_files.is_file(path)
+    ):
         return None
     source = path.read_text()
     names = [

@@ -209,7 +209,7 @@ def require_file(files: AbstractFileSystem, path: str) -> None:
     try:  # not with os.path.isfile, for which a file whose status cannot be read is none
         regular = stat.S_ISREG(retry_reads(path, mode))
     except ABSENT:
-        regular = not os.path.lexists(path)
+        regular = not _is_link(files, path)
     if not regular:
         raise CorruptCheckpoint(f"{path}: corrupted: not a regular file")
 
@@ -294,7 +294,7 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
     if _is_link(files, source):
         Path(target).unlink(missing_ok=True)
         # absolute, because a relative link would point elsewhere from another folder
-        Path(target).symlink_to(Path(source).resolve())
+        Path(target).symlink_to(Path(source).parent.absolute() / os.readlink(source))
         Path(source).unlink()
         return
     if is_local(files):
@@ -388,7 +388,12 @@ def is_local(files: AbstractFileSystem) -> bool:
 
 def _is_link(files: AbstractFileSystem, path: str) -> bool:
     """Whether a path is a symbolic link on this machine."""
-    return is_local(files) and Path(path).is_symlink()
+    if not is_local(files):
+        return False
+    try:  # not with os.path.islink, for which a link whose status cannot be read is none
+        return stat.S_ISLNK(retry_reads(path, lambda: os.lstat(path)).st_mode)
+    except ABSENT:
+        return False
 
 
 def _steps(location: Location) -> dict[int, bool]:

@@ -89,24 +89,30 @@ def write(path: Path, data: str | bytes, *, durable: bool = True, private: bool 
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents.
+    """Create a folder and its parents, unless it exists.
 
     Raises NotADirectoryError, which names it, if a file, a pipe or a dangling link is in their place.
+
+    Not with `Path.mkdir(exist_ok=True)`: since Python 3.14, it says that a file is there if it cannot read a folder's status.
     """
+    if _is_dir(path):
+        return
+    if path != path.parent:
+        make_folder(path.parent)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:  # the former also means that a file exists
-        places = (each for each in (path, *path.parents) if os.path.lexists(each) and not each.is_dir())
-        reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
-        raise NotADirectoryError(errno.ENOTDIR, reason, str(next(places, path))) from error
+        path.mkdir()
+    except FileExistsError as error:
+        if not _is_dir(path):  # otherwise another process was first
+            reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(path)) from error
 
 
 def remove(path: Path) -> None:
     """Remove a folder, a file, a link or a pipe, on which `shutil.rmtree` would wait, as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if _is_dir(path, follow_symlinks=False):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
 
 
@@ -140,27 +146,36 @@ def append_line(path: Path, line: str) -> None:
         file.write(b"\n" * torn + line.encode() + b"\n")
 
 
-def exists(path: Path) -> bool:
+def exists(path: Path, *, follow_symlinks: bool = True) -> bool:
     """Whether there is a file or folder. Raises OSError if that is unknown.
 
-    Since Python 3.14, `Path.exists`, `is_file` and `is_dir` are False in that case too.
+    Since Python 3.14, `Path.exists`, `is_file`, `is_dir` and `is_symlink` are False in that case, as all of `os.path`.
     """
-    return _mode(path) is not None
+    return retried(lambda: _mode(path, follow_symlinks)) is not None
 
 
 def is_file(path: Path) -> bool:
     """Whether there is a regular file. Raises OSError if that is unknown."""
-    return stat.S_ISREG(_mode(path) or 0)
+    return stat.S_ISREG(retried(lambda: _mode(path)) or 0)
 
 
-def is_dir(path: Path) -> bool:
+def is_dir(path: Path, *, follow_symlinks: bool = True) -> bool:
     """Whether there is a folder. Raises OSError if that is unknown."""
-    return stat.S_ISDIR(_mode(path) or 0)
+    return retried(lambda: _is_dir(path, follow_symlinks))
 
 
-def _mode(path: Path) -> int | None:
+def is_link(path: Path) -> bool:
+    """Whether there is a symbolic link. Raises OSError if that is unknown."""
+    return stat.S_ISLNK(retried(lambda: _mode(path, follow_symlinks=False)) or 0)
+
+
+def _is_dir(path: Path, follow_symlinks: bool = True) -> bool:
+    return stat.S_ISDIR(_mode(path, follow_symlinks) or 0)
+
+
+def _mode(path: Path, follow_symlinks: bool = True) -> int | None:
     try:
-        return retried(path.stat).st_mode
+        return (path.stat() if follow_symlinks else path.lstat()).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a name that no file can have
         return None
     except OSError as error:

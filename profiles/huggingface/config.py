@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.files import yaml_text
+from profiles.files import state_files, yaml_text
 from profiles.huggingface import dbrx_config, layer_kinds, unread_keys
 from profiles.sections import families
 from profiles.sections.model import Model
@@ -70,7 +70,7 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
         ProfileError: the file is missing, cannot be read, or describes a model that is not supported.
     """
     value = str(path) if value is None else value
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if state_files.is_dir(path) else path
     try:
         config = json.loads(yaml_text.read_bytes(path, MAX_BYTES))
         if not isinstance(config, dict):

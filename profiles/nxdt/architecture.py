@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import format_value
+from profiles.files import state_files
 from profiles.huggingface.config import read_config_json
 from profiles.nxdt import experts, published
 from profiles.nxdt.published import Published
@@ -70,9 +71,9 @@ def _hugging_face(translation: Translation, config: Path | None) -> Published | 
     if path is None and named is not None:
         path = translation.folder / named
     if path is not None:
-        path = path / "config.json" if path.is_dir() else path
+        path = path / "config.json" if state_files.is_dir(path) else path
     model = None
-    if path is not None and (config is not None or path.is_file()):
+    if path is not None and (config is not None or state_files.is_file(path)):
         base = read_config_json(path, "--config" if config else "model.model_config")
         translation.translate("model.model_config", _section(base), f"from {path}")
         for name in set(NUMBERS) - set(OVERRIDES):

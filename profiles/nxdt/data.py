@@ -6,6 +6,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from profiles.files import state_files
 from profiles.nxdt.translation import Effect, Translation
 
 PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
@@ -126,7 +127,7 @@ def _folders(translation: Translation, objective: str) -> list[dict[str, Any]]:
             translation.report(key, Effect.HARMLESS, note)
             continue
         sources.append({**_source(path, objective), "use": use})
-        absent = "://" not in path and not Path(path).exists()
+        absent = "://" not in path and not state_files.exists(Path(path))
         note = "token ids in its column input_ids" if objective == "pretrain" else "records"
         note = "not on this machine" if absent else note
         translation.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)

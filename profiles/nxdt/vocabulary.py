@@ -62,7 +62,7 @@ def _source(translation: Translation, config: Path | None, model: Published | No
     elif named == GPT2:
         named = "openai-community/gpt2"
     if named is not None:
-        absent = named.startswith(("/", ".", "~")) and not Path(named).is_dir()
+        absent = named.startswith(("/", ".", "~")) and not state_files.is_dir(Path(named))
         note = "not on this machine" if absent else ""
         translation.translate(
             key, {"tokenizer.source": named}, note, Effect.TO_DO if absent else Effect.TRANSLATED
@@ -71,8 +71,8 @@ def _source(translation: Translation, config: Path | None, model: Published | No
     path = config or translation.path("model.model_config")
     folder = translation.folder / Path(path) if path else None
     if folder is not None:
-        folder = folder if folder.is_dir() else folder.parent
-    if folder is not None and (model is None or any((folder / name).exists() for name in FILES)):
+        folder = folder if state_files.is_dir(folder) else folder.parent
+    if folder is not None and (model is None or any(state_files.exists(folder / name) for name in FILES)):
         translation.ours["tokenizer.source"] = str(folder)
     elif model is not None:
         line = translation.lines.get("model.model_config")

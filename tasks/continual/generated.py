@@ -15,7 +15,7 @@ import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.replay import HistoryStream
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from tasks import keys
 from tasks.continual.replay import GENERATED, Entry, History, Part
 from tasks.step import Context, Step
@@ -58,7 +58,7 @@ class GenerationStep(Step):
             count=self.count,
         )
         contents = read_file(context.store, self.dataset)
-        if not output.exists():  # left by a job that ended while no flow followed it
+        if not state_files.exists(output):  # left by a job that ended while no flow followed it
             run_job(context.profile, job, output)
         made = publish_rows(context.store, key, np.load(output, allow_pickle=False), contents)
         output.unlink()

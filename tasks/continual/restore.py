@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modeling.data.replay import HistoryStream
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from tasks import inputs
 from tasks.continual import series, stand_in
 from tasks.continual.replay import Entry, tokens_of
@@ -34,7 +34,7 @@ def restore(context: Context, tokenizer: Artifact, drawn: Iterable[tuple[History
     for stream, entry in drawn:
         wanted[stream.run, stream.identity] |= tokens_of([entry])
         path = Path(entry["path"])  # absolute: a local Megatron pair, which is read where it is
-        if path.is_absolute() and not path.with_name(f"{path.name}.bin").exists():
+        if path.is_absolute() and not state_files.exists(path.with_name(f"{path.name}.bin")):
             raise _lost(stream.run, {entry["path"]}, "there is no such pair of files")
     for (run, identity), keys in wanted.items():
         if (missing := _missing(context, keys)) and (

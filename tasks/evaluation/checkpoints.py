@@ -21,6 +21,7 @@ from modeling.training.metrics import OF_TASKS
 from profiles.arguments import to_arguments
 from profiles.errors import ProfileError, install_command
 from profiles.files import run_files, state_files
+from profiles.files.folders import walk
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.harness import PACKAGE
@@ -138,7 +139,7 @@ class TaskStep(Step):
         """The checkpoint as a Hugging Face model in a scratch folder."""
         name = scratch_name(context.run_folder.name, self.checkpoint)
         folder = context.store.scratch_folder(name) / "model"
-        if not (folder / COMPLETE).exists():
+        if not state_files.exists(folder / COMPLETE):
             state_files.remove(folder)
             write_model(
                 context, run_files.checkpoint(self.checkpoint.step), self.tokenizer, self.weights, folder
@@ -157,7 +158,8 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, float]:
 
 def digest_of_tasks(folder: Path) -> str:
     """Digest of a folder's task files and their data."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in TASK_FILES and path.is_file())
+    found = (folder / name for name, _ in walk(folder))
+    files = sorted(path for path in found if path.suffix in TASK_FILES and state_files.is_file(path))
     return keys.digest([[str(path.relative_to(folder)), keys.file_digest(path)] for path in files])
 
 
@@ -166,7 +168,7 @@ def require_harness(tasks: list[str], include: str) -> None:
     if tasks and importlib.util.find_spec(PACKAGE) is None:
         reason = f"needs lm-evaluation-harness; install it with: {install_command('lm-eval')}"
         raise ProfileError("task", tasks[0], reason)
-    if include and not Path(include).is_dir():
+    if include and not state_files.is_dir(Path(include)):
         raise ProfileError("include", include, "is not a folder with task files")
 
 

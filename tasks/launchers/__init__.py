@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from tasks.launchers.base import HANDLE, Handle, Job, JobFailed, Launcher, Status, execute
 from tasks.launchers.plugins import create
 
@@ -19,7 +19,7 @@ __all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execut
 
 def latest_jobs(folder: Path) -> Iterator[Handle]:
     """Handles of the latest job of each name that was submitted in `folder`, running or not."""
-    for path in sorted(folder.glob("*.job.json")):
+    for path in folders.matches(folder, "*.job.json"):
         job = Job(path.name.removesuffix(".job.json"), "", (), folder)
         if state := state_files.read_json(path, HANDLE, ["identifier"]):
             yield Handle(job, state["identifier"])

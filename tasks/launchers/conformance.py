@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from profiles.files import state_files
 from tasks.launchers.base import START, Handle, Job, JobFailed, Launcher, execute
 from tasks.launchers.conformance_job import FAILURE
 
@@ -62,7 +63,9 @@ class LauncherConformance:
         known = json.loads(job.handle_file.read_text())
         assert known["identifier"]
         assert known["log_start"] == len("an earlier job\n")
-        files = (path for path in tmp_path.rglob("*") if path.is_file() and path.name != "rank-0.json")
+        files = (
+            path for path in tmp_path.rglob("*") if state_files.is_file(path) and path.name != "rank-0.json"
+        )
         assert not [path for path in files if SECRET[1] in path.read_text(errors="replace")]
 
     def test_failure_has_the_exit_code_and_the_last_lines(self, tmp_path: Path) -> None:
@@ -94,7 +97,7 @@ class LauncherConformance:
         first = facts(tmp_path, self.seconds)
         (tmp_path / "rank-0.json").unlink()
         handle = launcher.submit(self.saving_job(tmp_path, "other"))
-        assert (tmp_path / "saved-0").exists()
+        assert state_files.exists(tmp_path / "saved-0")
         assert facts(tmp_path, self.seconds)["pid"] != first["pid"]
         self.cancel(launcher, handle, grace=10)
 
@@ -106,7 +109,7 @@ class LauncherConformance:
             handle = launcher.submit(self.saving_job(folder, order))
             facts(folder, self.seconds)
             self.cancel(launcher, handle, grace)
-            assert (folder / "saved-0").exists() == (order == "obedient")
+            assert state_files.exists(folder / "saved-0") == (order == "obedient")
             launcher.cancel(handle, grace)  # no effect on a job that has ended
 
     def test_every_start_has_the_next_attempt_number(self, tmp_path: Path) -> None:

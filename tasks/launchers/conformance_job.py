@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from profiles.arguments import Parser
+from profiles.files import state_files
 
 FAILURE = 3  # exit code
 SECRETS = ("CONFORMANCE_SECRET", "PREFECT_API_KEY")
@@ -47,7 +48,7 @@ def main() -> int:
     partial = options.folder / f"rank-{rank}.partial"
     partial.write_text(json.dumps(facts))
     partial.rename(options.folder / f"rank-{rank}.json")
-    while not (options.folder / "finish").exists():
+    while not state_files.exists(options.folder / "finish"):
         time.sleep(0.05)
     if "fail" in options.orders:
         return FAILURE

@@ -71,7 +71,7 @@ class KubernetesLauncher:
         self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
 
     def submit(self, job: Job) -> Handle:
-        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
+        state_files.retried(partial(state_files.make_folder, job.folder))
         if running := self.find(job):
             return running
         for other in self._active(job):

@@ -63,7 +63,7 @@ class LocalLauncher:
             raise ValueError(f"cluster.nodes = {job.nodes}: the local launcher has one node; valid: 1")
         if job.array:
             raise ValueError(f"{job.name}: the local launcher does not run job arrays")
-        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
+        state_files.retried(partial(state_files.make_folder, job.folder))
         if previous := _read_handle(job):
             self.cancel(previous, self._grace)
         log_differences(job.name, self._environment, os.environ)

@@ -21,7 +21,7 @@ from typing import Any
 
 from parallel import device as devices
 from profiles.errors import ProfileError
-from profiles.files import retry_policies, state_files
+from profiles.files import folders, retry_policies, state_files
 from profiles.files.jsonl import size_of
 from profiles.schema import Cluster
 from tasks.launchers import causes, slurm_batch
@@ -90,7 +90,7 @@ class SlurmLauncher:
         if special := [mark for mark in str(job.folder) if mark in "%\\" or not mark.isprintable()]:
             reason = f"Slurm cannot write a log to {str(job.folder)!r} because of {special[0]!r}; choose another --store"
             raise ProfileError("cluster.launcher", "slurm", reason)
-        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
+        state_files.retried(partial(state_files.make_folder, job.folder))
         if running := self.find(job):
             return running
         for other in self._active(job):
@@ -316,5 +316,6 @@ def _has_exit_code(record: dict[str, Any] | None) -> bool:
 
 def _starts(handle: Handle) -> list[str]:
     """The job's latest start; for an array, the starts of its jobs. Without any, --begin may delay it."""
-    starts = (path.read_text() for path in handle.job.folder.glob(f"{handle.job.name}*.start"))
+    paths = folders.matches(handle.job.folder, f"{handle.job.name}*.start")
+    starts = (path.read_text() for path in paths)
     return sorted(start for start in starts if start.startswith(f"{handle.identifier}."))

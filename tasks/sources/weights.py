@@ -16,6 +16,7 @@ from modeling.conversion.choices import NEWEST, read_newest
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError, closest_files
 from profiles.files import retries, state_files
+from profiles.files.folders import walk
 from profiles.huggingface import hub
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
@@ -26,7 +27,6 @@ from tasks.sources.changes import unchanged_files
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceChanged, SourceError, local_state, remote_state, shown
 from tasks.store.backends.backend import checked_path
-from tasks.store.backends.folder import walk
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
 # the marker of a run's complete checkpoint
@@ -209,9 +209,9 @@ def _download_folder(
 
     def download(name: str) -> None:
         path = folder / name
-        if path.is_file() and path.stat().st_size == states[name][0]:
+        if state_files.is_file(path) and path.stat().st_size == states[name][0]:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(path.parent)
         partial = path.with_name(f".{path.name}.partial")
         remote.get_file(filesystem, f"{root}/{name}", partial)
         os.replace(partial, path)

@@ -107,7 +107,7 @@ def _generation_config(source: Path, name: str) -> dict[str, Any] | None:
 
     None if there is none.
     """
-    path = (source if source.is_dir() else source.parent) / GENERATION_CONFIG
+    path = (source if state_files.is_dir(source) else source.parent) / GENERATION_CONFIG
     if not state_files.is_file(path):
         return None
     try:

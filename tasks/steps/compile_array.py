@@ -66,7 +66,8 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
         nonlocal counted
         context.watch()
         if time.monotonic() - counted > COUNT_SECONDS:
-            counted, done = time.monotonic(), sum(_result(work, each).exists() for each in programs)
+            counted = time.monotonic()
+            done = sum(state_files.exists(_result(work, each)) for each in programs)
             message = f"compiling in a Slurm array: {done} of {len(programs)} programs"
             context.progress(message, done / len(programs))
 
@@ -78,7 +79,7 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
     try:
         execute(launcher, job, watch, grace=0, on_submit=forget)  # compiled programs are in the store
     except JobFailed as failure:
-        left = [each["name"] for each in programs if not _result(work, each).exists()]
+        left = [each["name"] for each in programs if not state_files.exists(_result(work, each))]
         if isinstance(failure, Unavailable) or not left:
             raise
         raise JobFailed(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.files import run_files, state_files
+from profiles.files.folders import walk
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys
@@ -77,7 +78,7 @@ class ExportStep(Step):
             raise FatalError(f"run {run.name}: {reason}; export again")
         state_files.remove(final)
         partial.rename(final)
-        size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+        size = sum(entry.stat().st_size for _, entry in walk(final))
         return run_artifacts.publish(store, self.id(key), folder.name, EXPORT, {"bytes": size})
 
     def describe(self, summary: Mapping[str, Any]) -> str:

@@ -172,7 +172,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     """Compile a small graph. The summary of a run that trains eagerly, None if compiling all graphs pays."""
     context.progress("measuring whether compiling pays", None)
     output = work / "logs" / "trial.json"
-    (work / PREPARED).mkdir(exist_ok=True)
+    state_files.make_folder(work / PREPARED)
     arguments = to_arguments(run_folder=work, cache=work / PREPARED, output=output)
     job = Job("trial", "modeling.tracing.trial", arguments, work / "logs", threads=1)
     try:
@@ -204,12 +204,13 @@ def _reason(error: JobFailed | TimeoutError) -> str:
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     # A job array of an earlier flow may still copy what is prepared, so it does not change once it is there.
     prepared, cache = work / PREPARED, work / PREPARING
-    cache.mkdir(exist_ok=True)
+    state_files.make_folder(cache)
     output = work / "logs" / "trace.json"
-    arguments = to_arguments(run_folder=work, output=output, cache=None if prepared.exists() else cache)
+    is_prepared = state_files.exists(prepared)
+    arguments = to_arguments(run_folder=work, output=output, cache=None if is_prepared else cache)
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(launcher(profile, cache), job, timeout=TIMEOUT)
-    if prepared.exists():
+    if state_files.exists(prepared):
         shutil.rmtree(cache)
     else:
         cache.rename(prepared)

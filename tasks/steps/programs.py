@@ -21,6 +21,7 @@ from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
 from modeling.cores import allotted_cores, allotted_memory
 from profiles.files import state_files
+from profiles.files.folders import walk
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, Launcher, execute
@@ -135,10 +136,10 @@ def _cost(result: Path) -> dict[str, Any]:
 def _pack(cache: Path, target: Path) -> None:
     """Pack a cache folder into one file, without what is useless on other machines, and remove the folder."""
     with tarfile.open(target, "w") as tar:
-        for path in sorted(cache.rglob("*")):
-            name = path.relative_to(cache)
-            if path.is_file() and name.parts[0] not in LOCAL_ONLY and path.suffix not in (".lock", ".gch"):
-                tar.add(path, arcname=str(name))
+        for name in sorted(name for name, _ in walk(cache)):
+            path, is_local = cache / name, name.partition("/")[0] in LOCAL_ONLY
+            if not is_local and path.suffix not in (".lock", ".gch") and state_files.is_file(path):
+                tar.add(path, arcname=name)
     shutil.rmtree(cache)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.sources.formats import records
@@ -122,7 +123,7 @@ def check_folder(profile: Profile) -> None:
         ProfileError: no tokenizer that can be read, or one that does not fit the model and the data.
     """
     source = profile.tokenizer.source
-    if source == "train" or "://" in source or not Path(source).expanduser().is_dir():
+    if source == "train" or "://" in source or not state_files.is_dir(Path(source).expanduser()):
         return
     with tempfile.TemporaryDirectory() as raw, tempfile.TemporaryDirectory() as converted:
         folder = Path(converted)

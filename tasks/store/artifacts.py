@@ -26,6 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from profiles.files import state_files
 from profiles.files.state_files import make_folder, retried
 from tasks.store import locks
 from tasks.store.backends.backend import Backend
@@ -346,7 +347,7 @@ class LocalArtifacts(ArtifactStore):
                 os.rename(folder, target)
                 return
             except OSError:
-                if not os.path.lexists(target):  # the rename failed for another reason than what is there
+                if not state_files.exists(target, follow_symlinks=False):  # it failed for another reason
                     self.folder.move(str(folder), id.path)
                     return
             with self._changing(id):
@@ -354,7 +355,7 @@ class LocalArtifacts(ArtifactStore):
                 if present and (present == manifest or not replace):
                     log.info("%s was published by another process first; keeping its files", id)
                     return
-                if os.path.lexists(target):
+                if state_files.exists(target, follow_symlinks=False):
                     reason = "differs from the store's artifact" if present else "has no files"
                     self._quarantine(id, reason)
 
@@ -362,5 +363,4 @@ class LocalArtifacts(ArtifactStore):
         self.place(folder, manifest, replace=False)
 
     def _is_folder(self, id: ArtifactId) -> bool:
-        path = self.folder.path(id.path)
-        return path.is_dir() and not path.is_symlink()
+        return state_files.is_dir(self.folder.path(id.path), follow_symlinks=False)

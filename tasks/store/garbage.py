@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.files import run_files, yaml_text
+from profiles.files import folders, run_files, state_files, yaml_text
 from profiles.files.state_files import CorruptedState
 from tasks.store import activities, ledger
 from tasks.store.artifacts import ArtifactId
@@ -78,8 +78,8 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 def _require_linked_records(store: Store) -> None:
     """Raise CorruptedState if runs or the ledger are a dangling link, as to a disk not mounted."""
     runs = store.work_dir / "runs"
-    for path in (store.work_dir / "ledger", runs, *runs.glob("*")):
-        if path.is_symlink() and not path.exists():
+    for path in (store.work_dir / "ledger", runs, *folders.matches(runs, "*")):
+        if state_files.is_link(path) and not state_files.exists(path):
             reason = (
                 f"links to {path.readlink()}, which is missing: what runs use is unknown; mount or restore it"
             )
@@ -268,7 +268,7 @@ def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, 
     """
     folder, location = store.run_folder(run), store.backend.location(f"runs/{run}/{file}")
     found = folder.require_json(file)
-    if found is None and (folder.path / file).is_symlink():  # perhaps to a disk that is not mounted
+    if found is None and state_files.is_link(folder.path / file):  # perhaps to a disk that is not mounted
         raise CorruptedState(
             f"{location}: is a link to nothing; restore what it links to, or move the run away"
         )

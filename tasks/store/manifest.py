@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from profiles.files.folders import walk
 from profiles.files.state_files import retried
 from tasks import keys
 from tasks.store.backends.backend import NAME as VALID_NAME
 from tasks.store.backends.backend import checked_name, checked_path
-from tasks.store.backends.folder import walk
 
 NAME = "manifest.json"
 

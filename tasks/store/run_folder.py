@@ -347,7 +347,7 @@ class RunFolder:
                 return
             for name in names:
                 target = self._local.path(f"{self._prefix}/{name}")
-                retried(partial(target.parent.mkdir, parents=True, exist_ok=True))
+                retried(partial(state_files.make_folder, target.parent))
                 retried(partial(os.replace, folder / name, target))
         log.info("run %s: updated from %s", self.name, remote.location(self._prefix))
 
@@ -389,7 +389,7 @@ class RunFolder:
                 return False
             # Keep local files that the store lacks, such as those of an interrupted start.
             for file in self._local.files(target).keys() - sizes.keys():
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                state_files.make_folder((folder / file).parent)
                 _link(self._local.path(f"{target}/{file}"), folder / file)
             self._local.remove(target)
             self._local.move(str(folder), target)

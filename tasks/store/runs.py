@@ -17,7 +17,7 @@ from modeling.training.recovery.resume import ResumeRequest
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest, format_value
-from profiles.files import run_files, state_files, yaml_text
+from profiles.files import folders, run_files, state_files, yaml_text
 from profiles.files.jsonl import LogFollower, is_event, last_row
 from profiles.recompute import AUTO
 from profiles.schema import Profile, Train
@@ -259,19 +259,22 @@ def record_flow_run(folder: Path, flow_run: str) -> None:
 def folders_of_flow_run(store: Store, name: str, flow_run: str) -> list[Path]:
     """Folders of a run, and of the rounds of its series, that a flow run used last; the latest first."""
     folder = store.run_folder(name).path
-    records = [folder / run_files.FLOW_RUN, *folder.parent.glob(f"{name}-round-*/{run_files.FLOW_RUN}")]
-    found = [record for record in records if _names(record, flow_run)]
-    return [record.parent for record in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
+    records = _records([folder, *folders.matches(folder.parent, f"{name}-round-*")], flow_run)
+    return [
+        record.parent for record in sorted(records, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    ]
 
 
 def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
     """Scratch folders of the store that a flow run uses or used last."""
-    records = store.work_dir.glob(f"work/*/{run_files.FLOW_RUN}")
-    return [record.parent for record in records if _names(record, flow_run)]
+    scratch = folders.matches(store.work_dir / "work", "*")
+    return [record.parent for record in _records(scratch, flow_run)]
 
 
-def _names(record: Path, flow_run: str) -> bool:
-    return state_files.read_text(record) == flow_run
+def _records(parents: Iterable[Path], flow_run: str) -> list[Path]:
+    """The records of these folders that name this flow run."""
+    records = [folder / run_files.FLOW_RUN for folder in parents]
+    return [record for record in records if state_files.read_text(record) == flow_run]
 
 
 def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:

@@ -16,7 +16,6 @@ A remote store has a local folder of the same layout, `work_dir`: artifacts are 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,11 +120,11 @@ class Store:
         entries = self.backend.entries("")
         if entries.keys() & PARTS:
             return self
-        if not self.is_remote and self.work_dir.is_dir() and not entries:  # made for the first run
+        if not self.is_remote and state_files.is_dir(self.work_dir) and not entries:  # made for the first run
             return self
         if not self.is_remote and not state_files.exists(self.work_dir):
             reason = f"there is no such folder: {self.work_dir}; the first run makes it"
-        elif not self.is_remote and not self.work_dir.is_dir():
+        elif not self.is_remote and not state_files.is_dir(self.work_dir):
             reason = f"is not a folder: {self.work_dir}"
         elif not entries:
             reason = "there is nothing at this prefix; the first run makes the store"
@@ -141,7 +140,9 @@ class Store:
             return []
         given = Path(self.uri.removeprefix("file://"))
         if entries:
-            return [str(given / name) for name in entries if os.path.isdir(self.work_dir / name / "runs")]
+            return [
+                str(given / name) for name in entries if state_files.is_dir(self.work_dir / name / "runs")
+            ]
         beside = sorted(folder.parent.name for folder in self.work_dir.parent.glob("*/runs"))
         return [str(given.with_name(name)) for name in closest(given.name, beside, 0)]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.huggingface import hub
 from tasks.sources import remote
 from tasks.tokenization.tokenizer_files import TEMPLATE, TEMPLATES
@@ -31,7 +32,7 @@ NAMES = (
 
 def is_folder(source: str) -> bool:
     """Whether a tokenizer.source is a folder or URL rather than a hub repository."""
-    return "://" in source or source[:1] in "./~" or source.count("/") > 1 or Path(source).is_dir()
+    return "://" in source or source[:1] in "./~" or source.count("/") > 1 or state_files.is_dir(Path(source))
 
 
 def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> None:

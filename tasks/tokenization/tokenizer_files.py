@@ -63,7 +63,7 @@ def convert(source: str, raw: Path, folder: Path, *, load: bool = True) -> None:
         settings = {}
         for name in SETTINGS:
             path = raw / name
-            settings[name] = json.loads(path.read_text()) if path.exists() else {}
+            settings[name] = json.loads(path.read_text()) if state_files.exists(path) else {}
             if not isinstance(settings[name], dict):
                 raise ValueError("it is not a JSON object")
         path = _model_file(source, raw)
@@ -76,11 +76,11 @@ def convert(source: str, raw: Path, folder: Path, *, load: bool = True) -> None:
         path = raw / TEMPLATES
         if named := {file.stem: file.read_text("utf-8-sig") for file in sorted(path.glob("*.jinja"))}:
             path = raw / TEMPLATE
-            given = path.read_text() if path.exists() else configuration.get("chat_template")
+            given = path.read_text() if state_files.exists(path) else configuration.get("chat_template")
             named = {"default": given, **named} if isinstance(given, str) else named
             listed = [{"name": name, "template": template} for name, template in named.items()]
             configuration["chat_template"] = listed
-        elif (path := raw / TEMPLATE).exists():
+        elif state_files.exists(path := raw / TEMPLATE):
             shutil.copyfile(path, folder / path.name)
         path = raw / SETTINGS[0]
         write(folder, tokenizer, configuration)
@@ -233,11 +233,11 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
 def _model_file(source: str, raw: Path) -> Path:
     """The file with the vocabulary. Raises ProfileError."""
     for name in ("tokenizer.json", "tekken.json", "tokenizer.model"):
-        if (raw / name).exists():
+        if state_files.exists(raw / name):
             return raw / name
     if (path := _find_file(raw, "vocab.json")) and _find_file(raw, "merges.txt"):
         return path
-    found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
+    found = ", ".join(sorted(path.name for path in raw.iterdir() if state_files.is_file(path))) or "nothing"
     wanted = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
     raise ProfileError("tokenizer.source", source, f"contains {found}; a tokenizer needs {wanted}")
 

@@ -69,7 +69,7 @@ def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Itera
 def catch_up(folder: Path) -> None:
     """Send late evaluations of a run that has ended to the trackers that followed it."""
     profile = load(str(folder / run_files.PROFILE))
-    if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
+    if profile.tracking.trackers and state_files.is_dir(folder / run_files.TRACKERS):
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as final_state:
             files = run_files.REPORT_JSON, run_files.ALERTS
             report, alerts = (state_files.read_json(folder / file) for file in files)
@@ -97,7 +97,7 @@ class TrackerProcess:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
         log_file = folder / run_files.LOGS / f"tracker-{name.replace(':', '.')}.log"
         try:
-            log_file.parent.mkdir(parents=True, exist_ok=True)
+            state_files.make_folder(log_file.parent)
             with log_file.open("ab") as output:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", "tasks.tracking.worker"],

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from flows.cli.exit_codes import DONE, FAILED
 from flows.ui.console import print_stderr, waiting
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from tasks.store.runs import unknown_local_run
 from tasks.store.store import Store
 
@@ -60,7 +60,7 @@ def _link(folder: Path, every: bool, links: Path) -> None:
     """Link the TensorBoard folder of a run, or of each run in a folder, under the run's name."""
     for run in folder.iterdir() if every else [folder]:
         source, link = (run / run_files.TENSORBOARD).absolute(), links / run.resolve().name
-        if source.is_dir() and not link.is_symlink():
+        if state_files.is_dir(source) and not state_files.is_link(link):
             link.symlink_to(source)
 
 
@@ -77,6 +77,6 @@ def log_folder(run: str | None, store: str) -> Path:
             raise ProfileError("store", store, f"there are no runs in {runs.absolute()}")
         return runs
     folder = Path(run) if "/" in run else runs / run
-    if not folder.is_dir():
+    if not state_files.is_dir(folder):
         raise unknown_local_run(run, runs)
     return folder

@@ -145,7 +145,7 @@ def write(adapters: Adapters, folder: Path) -> dict[str, int]:
         "bias": "none",
         "inference_mode": True,
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    state_files.make_folder(folder)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(configuration, indent=1) + "\n")
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}

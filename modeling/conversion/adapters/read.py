@@ -33,7 +33,7 @@ def read_adapters(
     folder = formats.locate(folder)
     if state_files.is_file(folder / locations.MARKER):
         return TrainedAdapters(folder)
-    shards = nxd_files.find_shards(folder) if folder.is_dir() else {}
+    shards = nxd_files.find_shards(folder) if state_files.is_dir(folder) else {}
     if not shards and not state_files.is_file(folder / WEIGHTS):
         reason = "has no adapters: no checkpoint of a LoRA run, no NxD shards, no adapter_model.safetensors of PEFT"
         raise ProfileError(option, str(folder), reason if state_files.exists(folder) else "does not exist")

@@ -320,7 +320,7 @@ class ShardFile(PreallocatedFile):
     """A rank's file, in torch.save's format."""
 
     def prepare(self, path: Path) -> Mapping[str, int]:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(path.parent)
         # For fake tensors, torch.save reserves the space of their elements and torch.load returns its offsets.
         with FakeTensorMode():
             tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in self.entries}

@@ -198,7 +198,7 @@ class AppliedRequest:
 
 def _describe(location: Location) -> str:
     """A location, and where it points to if it is a symbolic link."""
-    if isinstance(location, Path) and location.is_symlink():
+    if isinstance(location, Path) and state_files.is_link(location):
         return f"{location} (a link to {location.readlink()})"
     return str(location)
 

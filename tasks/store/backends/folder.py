@@ -7,18 +7,16 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo
 
 REMOVED = "removed-"  # begins the names of folders that are being removed
 NO_STAGING = {errno.EXDEV, errno.ENOSPC, errno.EDQUOT}  # another disk, or no room for a folder
-OF_A_DISK = "lost+found"  # which its file system makes, and only root can read
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -51,7 +49,7 @@ class FolderBackend:
             retried(lambda: _create(path, data))
         except FileExistsError:
             existing = self.read(name)
-            if existing is None and path.is_symlink():  # no listing shows it
+            if existing is None and state_files.is_link(path):  # no listing shows it
                 reason = "a dangling link is where a file belongs; move it away"
                 raise FileExistsError(errno.EEXIST, reason, str(path)) from None
             return existing == data  # equal if an earlier attempt succeeded and only its result was lost
@@ -59,11 +57,11 @@ class FolderBackend:
 
     def files(self, name: str) -> dict[str, int]:
         sizes = {}
-        for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
+        for file, entry in folders.walk(self.path(name), follow=True):  # a run may be on another disk
             try:
                 status = retried(entry.stat)
             except OSError as error:
-                if not _is_gone(error):
+                if not folders.is_gone(error):
                     raise
                 continue
             if stat.S_ISREG(status.st_mode):
@@ -73,11 +71,11 @@ class FolderBackend:
     def entries(self, name: str) -> dict[str, FileInfo]:
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in retried(lambda: _scan(self.path(name))):
+            for entry in retried(lambda: folders.scan(self.path(name))):
                 try:
                     status = entry.stat()
                 except OSError as error:
-                    if not _is_gone(error):
+                    if not folders.is_gone(error):
                         raise
                     continue
                 stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
@@ -118,7 +116,7 @@ class FolderBackend:
         A file is deleted. None if nothing is left.
         """
         path = self.path(name)
-        if path.is_symlink() or not path.is_dir():
+        if not state_files.is_dir(path, follow_symlinks=False):
             retried(lambda: path.unlink(missing_ok=True))
             return None
         removed = f"{REMOVED}{uuid4().hex}"
@@ -145,7 +143,7 @@ def _copy_folder(source: Path, target: Path) -> None:
     partial = target.with_name(f".{REMOVED}{uuid4().hex}")  # removed if this process is killed
     try:
         shutil.copytree(source, partial, symlinks=True)
-        for _, entry in walk(partial):
+        for _, entry in folders.walk(partial):
             state_files.sync(entry.path)
         partial.rename(target)
     finally:
@@ -169,55 +167,3 @@ def _create(path: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             retried(lambda: partial.unlink(missing_ok=True))
-
-
-def walk(
-    folder: Path | str, prefix: str = "", *, follow: bool = False
-) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything but folders below a folder, by relative path.
-
-    Args:
-        follow: whether to follow links to folders, but not to one that contains the link.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
-    # Stores have many files: no recursion, and no `Path` for each, which would take most of the time.
-    folders = [(str(folder), prefix)]
-    while folders:
-        path, prefix = folders.pop()
-        try:
-            files, inner = retried(partial(_divided, path, follow))
-        except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
-            continue
-        for entry in files:
-            yield prefix + entry.name, entry
-        for entry in inner:
-            if not (entry.is_symlink() and Path(path).resolve().is_relative_to(Path(entry.path).resolve())):
-                folders.append((entry.path, f"{prefix}{entry.name}/"))
-
-
-def _divided(folder: str, follow: bool) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """What is directly in a folder: everything but folders, and folders."""
-    found: tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]] = [], []
-    for entry in _scan(folder):
-        try:
-            is_folder = entry.is_dir(
-                follow_symlinks=follow
-            )  # of files that are no links, the listing says so
-        except OSError as error:
-            if not _is_gone(error):
-                raise
-            is_folder = False
-        found[is_folder].append(entry)
-    return found
-
-
-def _is_gone(error: OSError) -> bool:
-    """Whether a listed entry was removed since, or is a link to nothing or to itself."""
-    return isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP
-
-
-def _scan(folder: Path | str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if entry.name != OF_A_DISK]

@@ -21,6 +21,7 @@ from parallel.checkpoint.object_stores import (
     renew_credentials,
 )
 from profiles.errors import ProfileError, counted
+from profiles.files import state_files
 from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
 
@@ -189,7 +190,7 @@ class ObjectBackend:
 
         def fetch(file: str) -> None:
             path = folder / file
-            path.parent.mkdir(parents=True, exist_ok=True)
+            state_files.make_folder(path.parent)
             self._retried(f"{name}/{file}", lambda: get(file, path))
             on_file(file)
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from profiles import resolve
 from profiles.files import state_files
 from profiles.files.jsonl import LogFollower
 from profiles.rules.pretrained import check_initial_weights
+from tasks.launchers import latest_jobs
 from tasks.sources import weights
 from tasks.store import runs
 from tasks.store.store import Store, open_store
@@ -84,6 +86,9 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path):
         ("cache.tar", lambda folder: graph_cache.unpack(folder, folder)),
         ("profile.yaml", lambda folder: runs.fetch(Store(str(folder)), "tiny")),
         ("runs", lambda folder: open_store("memory://store", folder)),
+        ("runs", lambda folder: state_files.make_folder(folder / "runs")),
+        ("runs", lambda folder: [*latest_jobs(folder / "runs")]),
+        ("runs", lambda folder: locations.discard(folder / "runs")),
         ("run.json", lambda folder: weights.pin(str(folder / "runs"), None, None, "init.from", None)),
         (
             "profile.yaml",
@@ -96,13 +101,27 @@ def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, mon
         state_files.write(tmp_path / path, "")
     state_files.write(tmp_path / "runs/tiny/run.json", '{"identity": "1"}')
     open_store(str(tmp_path))
-    for name in ("exists", "is_file", "is_dir"):  # as since Python 3.14
-        function = getattr(os.path, name.replace("_", ""))
-        monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
     monkeypatch.setattr(state_files, "DELAYS", (0.0,))
-    faults.inject(monkeypatch, tmp_path, faults.failing("stat", "open", path=file))
+    monkeypatch.setattr(locations, "READ_PAUSES", (0.0,))
+    faults.inject(monkeypatch, tmp_path, faults.failing("stat", "lstat", "open", "listdir", path=file))
     with pytest.raises(OSError, match="Input/output error"):
         decide(tmp_path)
+
+
+def test_packages_do_not_call_what_takes_an_unknown_status_for_absence():
+    calls = (
+        r"(?<!\bentry)\.(exists|is_file|is_dir|is_symlink)\(\)",  # an os.DirEntry raises errors
+        r"os\.path\.(l?exists|isfile|isdir|islink)\(",
+        r"\.mkdir\(parents=True, exist_ok=True\)",
+    )
+    root = Path(__file__).parents[3]
+    files = (
+        file
+        for package in ("flows", "tasks", "modeling", "parallel", "profiles")
+        for file in (root / package).rglob("*.py")
+    )
+    found = {str(file): re.findall("|".join(calls), file.read_text()) for file in files}
+    assert [name for name, each in found.items() if each] == []
 
 
 def test_link_to_itself_and_impossible_names_count_as_missing(tmp_path):
