@@ -46,7 +46,7 @@ class StepTrace:
         profiler.stop()
         path = self._folder / f"steps_{self._first}-{step}.json.gz"
         try:
-            self._folder.mkdir(exist_ok=True)
+            state_files.make_folder(self._folder)
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             log.warning(f"{path}: the trace cannot be written: {error}; continuing without it")

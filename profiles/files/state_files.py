@@ -99,12 +99,12 @@ def make_folder(path: Path) -> None:
         return
     if path != path.parent:
         make_folder(path.parent)
-    try:
+    with contextlib.suppress(FileExistsError):
         path.mkdir()
-    except FileExistsError as error:
-        if not _is_dir(path):  # otherwise another process was first
-            reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
-            raise NotADirectoryError(errno.ENOTDIR, reason, str(path)) from error
+        return
+    if not _is_dir(path):  # otherwise another process was first
+        reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(path))
 
 
 def remove(path: Path) -> None:

@@ -35,7 +35,7 @@ def write_profile(folder: Path, job: str, profile: Profile) -> Path:
     """Write the profile of a job into a run folder, named by its contents: others may still load theirs."""
     text = resolve.dump(profile)
     file = folder / run_files.LOGS / f"{job}-{keys.digest(text)[:8]}.yaml"
-    file.parent.mkdir(exist_ok=True)
+    state_files.make_folder(file.parent)
     state_files.write(file, text)
     return file
 

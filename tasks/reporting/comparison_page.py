@@ -142,7 +142,7 @@ def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str, Location]:
         return max((entries[file].modified for file in FILES if file in entries), default=0.0)
 
     latest = max(store.backends, key=changed)  # a run that trains on this machine is uploaded once a minute
-    folder.mkdir(exist_ok=True)
+    state_files.make_folder(folder)
     for file in FILES:
         if (data := latest.read(f"{run}/{file}")) is not None:
             (folder / file).write_bytes(data)

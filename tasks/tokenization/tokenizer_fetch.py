@@ -62,7 +62,7 @@ def fetch_folder(source: str, into: Path) -> None:
     filesystem, paths = _list(source)
     for name, path in paths.items():
         target = into / name
-        target.parent.mkdir(exist_ok=True)
+        state_files.make_folder(target.parent)
         target.write_bytes(remote.cat_file(filesystem, path))
 
 

@@ -167,7 +167,7 @@ def main() -> int:
 def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) -> None:
     """Send a run's metrics until the run ends."""
     folder = run / run_files.TRACKERS
-    folder.mkdir(exist_ok=True)
+    state_files.make_folder(folder)
     path = folder / f"{request['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path, {"identifier": str, "evaluations": int}) or {}
     facts = {**request["run"], "tags": tuple(request["run"]["tags"]), "folder": folder}
