@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch.profiler import profile, supported_activities
 
+from profiles.files import state_files
+
 FOLDER = "traces"
 log = logging.getLogger(__name__)
 
