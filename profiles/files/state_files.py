@@ -93,7 +93,7 @@ def make_folder(path: Path) -> None:
 
     Raises NotADirectoryError, which names it, if a file, a pipe or a dangling link is in their place.
 
-    Not with `Path.mkdir(exist_ok=True)`: since Python 3.14, it says that a file is there if it cannot read a folder's status.
+    Not with exist_ok of `Path.mkdir`: since Python 3.14, it says that a file is there if it cannot read a folder's status.
     """
     if _is_dir(path):
         return
