@@ -155,8 +155,10 @@ def quickstart(machine: Machine, folder: Path, how: str) -> Row:
         if not machine.network:
             debian.disconnect()
         tests = user.run("make", "test")
-        row["passed"] = f"{counts(tests.output) or 'no tests'}, {_times(tests)}"
-        return Row(**row, failure=f"make test: {row['passed']}" if tests.code else "")
+        found = counts(tests.output)
+        row["passed"] = f"passes: {found}, {_times(tests)}"
+        failed = tests.code or not found
+        return Row(**row, failure=f"make test: {found or 'no tests'}, {_times(tests)}" if failed else "")
     if machine.tests and not short and user.run("make", "test", TESTS).code:
         return Row(**row, failure="make test: fails")
     if machine.read_only:

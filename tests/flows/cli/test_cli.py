@@ -425,6 +425,7 @@ def test_the_working_folder_stays_on_pythonpath(tmp_path, monkeypatch):
 RUN_PROGRAMS = """
 import runpy, sys, trainshed
 for name in sys.argv[1:]:
+    print(name)
     runpy.run_path(f"{name}.py", run_name="__main__")
 print(trainshed.HOME)
 """
@@ -450,10 +451,13 @@ def test_run_prints_steps_final_loss_and_output_paths(
     write_examples(examples)
     printing = {name: output for name, (_, output) in EXAMPLES.items() if output}
     run_all = [program.with_name("python"), "-c", RUN_PROGRAMS, *printing]
-    ended = subprocess.run(run_all, cwd=examples, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = subprocess.run(
+        run_all, cwd=examples, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
     (site,) = program.parents[1].glob("lib/python*/site-packages")
-    assert ended.stdout == "".join(printing.values()) + f"{site.resolve()}\n"
+    shown = "".join(f"{name}\n{output}" for name, output in printing.items())
+    assert ended.stdout == f"{shown}{site.resolve()}\n"
 
     monkeypatch.setattr(Command, "program", (str(program),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
