@@ -178,7 +178,7 @@ def test_wrong_merge_of_a_ring_is_found(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", [pytest.param(True, marks=pytest.mark.compiles), False])
 def test_loss_is_compiled_as_in_training(monkeypatch, enabled):
     """On accelerators, here the CPU in their place; the compiler runs the graph as it is."""
     compiled = []
