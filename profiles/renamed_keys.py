@@ -1,6 +1,7 @@
 """Renamed keys: rejected in profiles, read in those of existing runs, and kept in digests.
 
-Run folders and checkpoints contain resolved profiles, whose keys have the names of the version that wrote them.
+Run folders and checkpoints contain resolved profiles, whose keys have the names of the version that wrote them. A copy that is
+still complete is read like them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ RENAMED = {  # by the old name
 
 def current(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a resolved profile, with the current names of its keys."""
-    found = dict(values)
+    renamed = dict(values)
     for old, new in RENAMED.items():
         section, _, key = old.partition(".")
-        if isinstance(keys := found.get(section), Mapping) and key in keys:
-            others = {name: value for name, value in keys.items() if name != key}
-            found[section] = {new.partition(".")[2]: keys[key], **others}
-    return found
+        name = new.partition(".")[2]
+        if isinstance(keys := renamed.get(section), Mapping) and key in keys and name not in keys:
+            renamed[section] = {name: keys[key], **{each: keys[each] for each in keys if each != key}}
+    return renamed
 
 
 def original(section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ OUTAGE = re.compile(
 # Denied access as the operating system reports it, and a link that points to itself (40). s3fs raises PermissionError without a
 # number, also for expired credentials, which may be renewed later. On the file system of a cluster, a server that restarts may
 # deny access for a moment, so that it counts as any other failure there.
-PERMANENT = re.compile(r"PermissionError\(13,|OSError\(40,|\[Errno 40\]")
-# Errors of the flow that are not: they would persist.
+PERMANENT_REASONS = re.compile(r"PermissionError\(13,|OSError\(40,|\[Errno 40\]")
+# Errors of the flow that would persist.
 PERSISTENT = (
     *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
     NotRegularFile,
@@ -63,7 +63,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         return _as(JobFailed, failure, cause)
     if reasons and OUTAGE.match(": ".join(reasons[-1])):
         kind: type[JobFailed] = Unavailable
-        if PERMANENT.search(reasons[-1][1]):
+        if PERMANENT_REASONS.search(reasons[-1][1]):
             kind = FatalError if profile.cluster.launcher == "local" else JobFailed
         return _as(kind, failure, reasons[-1][1])
     if reasons and reasons[-1][0] == "StaleAttempt":

@@ -16,8 +16,8 @@ PRELOADED = [
     *("torch.distributed.pipelining", "tests.parity.harness"),  # of most ranks of tests/pool.py
     "tests.frozen",  # last
 ]
+# Attributes of multiprocessing's server that another process needs to use it, the second from Python 3.14 on.
 _SHARED = ("_forkserver_address", "_forkserver_authkey")
-"""Attributes of multiprocessing's server that another process needs to use it, the second from Python 3.14 on."""
 
 # Once: the server starts with the first process that anything forks.
 multiprocessing.set_forkserver_preload(PRELOADED)

@@ -50,7 +50,7 @@ class Machine:
         return self.deadline - time.monotonic()
 
     def timeout(self, limit: float, ranks: int = 1) -> float:
-        """Seconds that a module which should take at most `limit` may take; never beyond the deadline."""
+        """Seconds that a module which should take at most `limit` may take, until the deadline at most."""
         left = self.left - (GRACE if ranks > 1 else 0)  # within which torchrun ends ranks that hang
         return min(limit * (SLOWER if self.rehearse else 1), left)
 

@@ -120,9 +120,8 @@ def kill_when(machine: Machine, run: Path, dataset: Path, reached: Callable[[], 
             while not reached():
                 if process.poll() is not None or time.monotonic() > deadline:
                     output.seek(0)
-                    raise ScriptError(
-                        f"{TRAIN}: no checkpoint, exit code {process.poll()}\n{output.read()[-2000:]}"
-                    )
+                    how = "timed out" if process.poll() is None else f"exit code {process.poll()}"
+                    raise ScriptError(f"{TRAIN}: no checkpoint, {how}\n{output.read()[-2000:]}")
                 time.sleep(POLL)
         finally:
             process.kill()

@@ -59,7 +59,10 @@ FIELDS = (
     "pull_steps",
     "job_variables",
 )
-RECORD = "trainshed.record_folder"  # the pull step
+RECORDS = (
+    "trainshed.record_folder",
+    "flows.working_folder.record",
+)  # the pull step, and that of earlier versions
 # Keys of a deployment of the user's own that only `prefect deploy` understands.
 FOR_PREFECT = {"build", "push", "schedule", "sla", "triggers", "version_type"}
 DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev
@@ -172,7 +175,7 @@ def count_unregistered(api: str, home: Path, *, every: bool = False) -> int:
 def working_folder(api: str) -> str | None:
     """The folder in which the server's deployments run, whose store they use; None if it has none."""
     steps = (step for deployment in _registered(api) for step in deployment["pull_steps"] or ())
-    return next((step[RECORD]["directory"] for step in steps if RECORD in step), None)
+    return next((step[name]["directory"] for step in steps for name in RECORDS if name in step), None)
 
 
 def listed(home: Path, *, every: bool = False) -> list[dict[str, Any]]:

@@ -129,8 +129,8 @@ def _look_seldom_for_tasks() -> None:
 def _wait_longer_for_messages() -> None:
     """Let Prefect's queue of background tasks wait a second for a message, which ends the wait.
 
-    By default it waits a tenth of a second at a time, in a thread: two fifths of what an idle server computes. These names, too,
-    are not documented.
+    By default it waits a tenth of a second at a time, in a thread: two fifths of what an idle server computes. Any timeout but 0
+    becomes a second, which those that wait longer ask for again. These names, too, are not documented.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from burner_redis.pubsub import PubSub

@@ -100,8 +100,8 @@ def open_journal(folder: Path, inputs: dict[str, Any], size: int, replace: bool 
     existed = state_files.is_dir(folder)
     try:
         state_files.make_folder(folder)
-    except NotADirectoryError:
-        raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
+    except NotADirectoryError as error:
+        raise ProfileError("DESTINATION", str(error.filename), "is no folder; name another one") from None
     except OSError as error:
         raise ProfileError("DESTINATION", str(folder), f"cannot be written: {error.strerror}") from error
     journal = Journal(folder, inputs, replace)

@@ -56,7 +56,7 @@ class ShardCache:
             state_files.make_folder(folder)
         except NotADirectoryError as error:
             raise ValueError(
-                f"{folder}: is not a folder, or is a link to nothing; remove it, or mount what it links to"
+                f"{error.filename}: is not a folder, or is a link to nothing; remove it, or mount what it links to"
             ) from error
 
     def is_remote(self, path: str) -> bool:

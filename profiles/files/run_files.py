@@ -34,7 +34,9 @@ REPORT_JSON = "report.json"
 ALERTS = "alerts.json"  # the alerts that were emitted
 TRACKERS = "trackers"  # folder of what each tracker was sent
 STAND_IN = "stand_in.json"  # of a continual series: what its stand-in sources resolve to
-PROMOTED = "standing.json"  # of a continual series: the latest promoted model
+PROMOTED = (
+    "standing.json"  # of a continual series: the latest promoted model; the name is that of the first version
+)
 NOT_PROMOTED = "rejected.json"  # of a continual round
 ROUND = "round.json"  # of a continual round: its losses before and after, and whether it was promoted
 

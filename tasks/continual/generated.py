@@ -51,11 +51,11 @@ class GenerationStep(Step):
         output = context.run_folder / run_files.LOGS / f"generated-{key[:16]}.npy"
         job = cluster_job(
             *("sample", context, key, self.dataset, None),
-            weights=self.weights,
-            profile=self.profile_file,
             output=output,
             first=self.first,
             count=self.count,
+            profile=self.profile_file,
+            weights=self.weights,
         )
         contents = read_file(context.store, self.dataset)
         if not state_files.exists(output):  # left by a job that ended while no flow followed it

@@ -61,8 +61,9 @@ class EvaluationStep(Step):
         profile, folder = context.profile, context.run_folder
         # One file per key: a run may also be evaluated on another run's data.
         output = folder / run_files.LOGS / f"evaluation-{key[:16]}.json"
-        options = self.job_options(context, key)
-        options |= {"output": output, "reference": self.reference}
+        options: JobOptions = {"output": output}
+        options |= self.job_options(context, key)
+        options["reference"] = self.reference
         options["weights"] = self.weights if profile.uses_initial_weights else None
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, **options)
         job = replace(job, name=self.job_name)

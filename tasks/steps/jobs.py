@@ -78,8 +78,11 @@ def training_job(context: Context) -> Job:
 def _job(module: str, context: Context, key: str, *, dataset: object, **options: object) -> Job:
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
     if store.is_remote:
-        options["artifacts"] = store.artifacts.remote_uri
-        options.setdefault("checkpoints", store.run_folder(folder.name).checkpoints_location)
+        places = {
+            "artifacts": store.artifacts.remote_uri,
+            "checkpoints": store.run_folder(folder.name).checkpoints_location,
+        }
+        options = places | options  # in this order: a restarted flow finds its job by the ordered arguments
     cache = store.work_dir / "cache"
     return Job(
         name=module,

@@ -272,9 +272,13 @@ def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
 
 
 def _records(parents: Iterable[Path], flow_run: str) -> list[Path]:
-    """The records of these folders that name this flow run."""
+    """The records of these folders that name this flow run. A link to itself in a folder's place has none."""
     records = [folder / run_files.FLOW_RUN for folder in parents]
-    return [record for record in records if state_files.read_text(record) == flow_run]
+    return [
+        record
+        for record in records
+        if state_files.is_file(record) and state_files.read_text(record) == flow_run
+    ]
 
 
 def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:

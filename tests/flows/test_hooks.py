@@ -85,7 +85,12 @@ def test_failed_export_has_an_overview(prefect_server, store):
 
 
 def test_cancellation_ends_the_compiles_of_a_flow_run_whose_process_is_gone(profile, tmp_path):
+    """Beside links to themselves, which are no folders of its jobs."""
     store = Store(str(tmp_path / "store"))
+    runs_folder = store.run_folder("micro").path.parent
+    runs_folder.mkdir(parents=True)
+    for link in (store.scratch_folder("graphs").with_name("loop"), runs_folder / "micro-round-1"):
+        link.symlink_to(link)
     jobs = []
     for name, owner in ("graphs-ours", "ours"), ("graphs-theirs", "theirs"):
         work = store.scratch_folder(name)

@@ -31,7 +31,7 @@ class ResumeRequest:
     """What `checkpoint.resume` and `checkpoint.weights_only` ask for."""
 
     resume: str | int = "newest"
-    weights: bool = False
+    weights: bool = False  # its name in resumed.json
 
     @classmethod
     def of(cls, settings: Checkpoint) -> Self:

@@ -119,6 +119,9 @@ def test_job_of_an_average_reads_its_weights_in_place_of_the_runs_in_a_remote_st
     options = AverageStep(dataset, "identity", tokenizer=dataset).job_options(context, "key")
     arguments = cluster_job("evaluate", context, "key", dataset, None, **options).arguments
     assert arguments[arguments.index("--checkpoints") + 1] == str(store.scratch_folder("average-key"))
+    # In the order of earlier versions, by which a restarted flow finds its job.
+    order = ["--run-folder", "--cache", "--dataset", "--artifacts", "--checkpoints"]
+    assert [each for each in arguments if each.startswith("--")][:5] == order
 
 
 def test_evaluations_of_a_fork_and_of_its_parent_export_to_separate_folders():
