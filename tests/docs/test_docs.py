@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import re
+import runpy
 import shlex
 import subprocess
 import textwrap
@@ -374,6 +375,11 @@ def test_profile_reference_is_current():
     assert (ROOT / "docs" / "profiles.md").read_text() == page(), (
         "python -m profiles.documentation > docs/profiles.md"
     )
+
+
+def test_list_of_files_is_current():
+    files = runpy.run_path(str(ROOT / "docs/site/files.py"))
+    assert files["PAGE"].read_text() == files["page"](), "python docs/site/files.py"
 
 
 def test_architecture_lists_every_folder_and_where_to_start_reading_it():
