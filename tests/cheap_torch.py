@@ -1,7 +1,11 @@
-"""Makes garbage collection, Dynamo and AOTAutograd cheaper in the process that imports this module."""
+"""Makes garbage collection, Dynamo and AOTAutograd cheaper in the process that imports this module.
+
+It also lets tests that compile without our cache of graphs find torch's libraries.
+"""
 
 import gc
 
+from modeling.compilation.compilers import link_libraries
 from modeling.start import without_garbage_collection
 
 with without_garbage_collection():
@@ -9,6 +13,8 @@ with without_garbage_collection():
     import torch._dynamo.utils
     import torch._functorch._aot_autograd.graph_compile
     from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+
+link_libraries()
 
 # With all of torch's modules alive, Python's default of a collection every 700 allocations costs tests a tenth of their CPU time.
 gc.freeze()

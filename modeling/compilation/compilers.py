@@ -181,11 +181,7 @@ class Inductor(Compiler):
 
             inductor.compile_threads = jobs
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_without_spaces(folder))
-        libraries = Path(torch.__file__).with_name("lib")
-        if (link := _without_spaces(libraries)) != libraries:
-            from torch.utils import cpp_extension
-
-            cpp_extension.TORCH_LIB_PATH = str(link)  # read for each command
+        link_libraries()
 
     def prepare(self) -> None:
         """Compile a probe of each of the CPU's instruction sets, which takes 9 s of CPU."""
@@ -212,6 +208,15 @@ class Inductor(Compiler):
             return compile_fx_inner(graph, inputs, **{**options, "static_input_idxs": ()})
 
         return partial(compile_fx, inner_compile=compile_inner)
+
+
+def link_libraries() -> None:
+    """Let g++ find torch's libraries if torch is installed below a path with a space."""
+    libraries = Path(torch.__file__).with_name("lib")
+    if (link := _without_spaces(libraries)) != libraries:
+        from torch.utils import cpp_extension
+
+        cpp_extension.TORCH_LIB_PATH = str(link)  # read for each command
 
 
 def _without_spaces(folder: Path) -> Path:
