@@ -1,7 +1,8 @@
-"""Register with the Prefect server of PREFECT_API_URL, idempotently: `python -m flows.registration`.
+"""Register the work pool with its limit, automations and deployments with a Prefect server.
 
-Creates the work pool with its concurrency limit, the alert automations (flows/alerts), an automation that marks flow runs
-without a heartbeat as crashed, since a run whose worker was killed would stay in state Running, and deployments.
+`python -m flows.registration` registers with the server of PREFECT_API_URL, idempotently: the work pool with its concurrency
+limit, the alert automations (flows/alerts), an automation that marks flow runs without a heartbeat as crashed, since a run
+whose worker was killed would stay in state Running, and deployments.
 """
 
 from __future__ import annotations

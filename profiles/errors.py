@@ -1,4 +1,4 @@
-"""ProfileError: which key is invalid, its value, why, and the nearest valid choices."""
+"""ProfileError: which key is invalid, its value, why, and the valid choices that it was given."""
 
 from __future__ import annotations
 

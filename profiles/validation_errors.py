@@ -1,4 +1,4 @@
-"""Translate pydantic's validation errors to one ProfileError with key, reason and valid choices."""
+"""Translate pydantic's errors to one ProfileError: key, reason, choices, also for other tools' words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Forks: runs that start from another run's checkpoint, optimizer state, data position and metrics.
+"""Forks: runs that start from another run's checkpoint; what is copied, refused and warned of.
+
+With the checkpoint come the optimizer state, the data position and the metrics.
 
 The checkpoint is copied, by hard links where the file system has them, and the new run resumes from it as from its own. Its
 run.json names the parent, which may be removed afterwards. A parent that still trains removes old checkpoints, so the copy is
