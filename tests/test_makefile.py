@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 import install
 
 ROOT = Path(__file__).parents[1]
+PYTHON = Path(sys.executable).resolve()  # outside the checkout, whose path may have spaces
 NEURON = "NEURON_INDEX=https://example.com/simple"
 
 
@@ -39,10 +40,10 @@ def folder(tmp_path):
 def test_system_packages_have_the_headers_that_python_lacks(folder):
     code = "import sys, sysconfig; sysconfig.get_path = lambda name: '/nowhere'; exec(sys.argv[2])"
     bare = folder / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+    bare.write_text(f'#!/bin/sh\nexec {PYTHON} -c "{code}" "$@"\n')
     bare.chmod(0o755)
     complete = (Path(sysconfig.get_path("include")) / "Python.h").exists()
-    for python, lacks in (("./python", True), (sys.executable, not complete)):
+    for python, lacks in (("./python", True), (PYTHON, not complete)):
         assert ("g++ python3-dev" in commands(folder, "test-system", f"PYTHON={python}")) == lacks
 
 
@@ -128,9 +129,7 @@ def test_another_version_of_torch_is_installed_in_place_of_the_default_and_teste
 def test_a_missing_or_unsupported_python_is_one_line(folder, version):
     python = folder.parent / "python3"
     if version:
-        python.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = {version}\n$2"\n'
-        )
+        python.write_text(f'#!/bin/sh\nexec {PYTHON} -c "import sys; sys.version_info = {version}\n$2"\n')
         python.chmod(0o755)
     made = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=folder, capture_output=True, text=True)
     line, failed = made.stderr.splitlines()
