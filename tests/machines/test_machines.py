@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.machines import denied_locks
 from tests.machines.__main__ import table_line
 from tests.machines.debian import local_paths, package_settings
@@ -65,6 +67,7 @@ def test_package_settings_and_the_files_they_name_are_shown_to_the_machine(monke
     assert local_paths({"index": settings["PIP_EXTRA_INDEX_URL"]}) == [str(tmp_path / "index")]
 
 
+@pytest.mark.compiles
 def test_denied_locks_fail_with_enolck_only_below_the_checkouts(tmp_path, monkeypatch):
     monkeypatch.setattr(
         denied_locks, "SOURCE", denied_locks.SOURCE.replace('"/srv/"', f'"{str(tmp_path)[:4]}/"')
