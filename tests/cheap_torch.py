@@ -26,7 +26,7 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # For a log line, too, it serializes all settings of the compiler after each frame.
 torch._dynamo.utils.record_compilation_metrics = lambda *_: None
 
-# AOTAutograd prints the graphs of each region, for a log line that nobody reads: 1.5% of a compilation.
+# AOTAutograd prints the graphs of each region, for a log line that tests do not show: 1.5% of a compilation.
 _aot = torch._functorch._aot_autograd.graph_compile
 _aot._log_joint_graph = lambda *_: None
 _aot._log_fw_bw_graphs = lambda *_: (None, None)

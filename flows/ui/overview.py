@@ -129,9 +129,10 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
     speed, step_seconds = history.median("tokens_per_second"), history.median("step_seconds")
     if speed and step_seconds:
         seconds = None if ended else seconds_left(history.recent, steps)
-        # With the time of the estimate: nobody updates the page of a flow that was killed.
-        now = format_time(datetime.now(UTC).isoformat())
-        left = "" if seconds is None else f", {format_duration(seconds)} left as of {now}"
+        left = ""
+        # With the time of the estimate, since the page of a flow that was killed stays as it is.
+        if seconds is not None:
+            left = f", {format_duration(seconds)} left as of {format_time(datetime.now(UTC).isoformat())}"
         parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} per step{left}")
     return "\n\n".join(parts)
 

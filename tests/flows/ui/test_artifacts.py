@@ -25,7 +25,7 @@ def test_addresses_of_a_message_stay_links():
 
 
 def test_time_left_has_the_time_of_its_estimate(tmp_path, monkeypatch):
-    """Nobody updates the page of a flow that was killed."""
+    """The page of a flow that was killed stays as it is."""
     pages = []
     monkeypatch.setattr(PrefectArtifact, "update", lambda _, render, now: pages.append(render()))
     write_run(tmp_path / "run", "train.steps=200")
