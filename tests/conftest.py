@@ -214,10 +214,29 @@ def _missing_gpu():
 
 
 class Groups(LoadScopeScheduling):
-    """Sends all tests of a group to one worker."""
+    """Sends all tests of a group to one worker, and those that a crashed worker has left to another one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group(nodeid)
+
+    def remove_node(self, node):
+        """Return the test that a worker crashed in, if any, and let others run only those that follow.
+
+        pytest-xdist 3.8 also lets them run this test again, and waits forever for one that has completed.
+        """
+        units = self.assigned_work.pop(node)
+        left = [(name, test) for name, unit in units.items() for test, done in unit.items() if not done]
+        for name, test in left[1:]:
+            self.workqueue.setdefault(name, {})[test] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return left[0][1] if left else None
+
+    def schedule(self):
+        """Assign two groups to each new worker: it only runs a test if it has the next one, too."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
 
 
 def pytest_xdist_make_scheduler(config, log):
