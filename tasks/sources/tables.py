@@ -22,6 +22,10 @@ BUFFER = 1 << 20  # bytes per read of a column
 SCHEMA_BLOCK = 1 << 16  # bytes per read of a schema
 CSV_BLOCK = 1 << 23  # bytes; a record of CSV must fit
 TABLES = ("parquet", "arrow", "csv")  # formats that it reads
+# Types of columns, by their names in pyarrow.
+TEXT = ("string", "large_string", "string_view")
+BINARY = ("binary", "large_binary", "binary_view", "fixed_size_binary")
+LISTS = ("list", "large_list", "fixed_size_list")  # that have always been read
 KINDS = "text (a string or UTF-8 in binary) or, for token ids, a list of integers"  # of columns
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
 Batch = tuple[str, int, Any]
@@ -221,7 +225,7 @@ def find_column(shard: Shard, schema: Any) -> list[str]:
         kind = fields.get(name)
         if kind is None:
             raise missing_column(shard, (name for name, _ in _nested_fields(schema)))
-        fields = {field.name: field.type for field in kind} if _is_struct(kind) else {}
+        fields = {field.name: field.type for field in kind} if is_any(kind, "struct") else {}
     if not _is_readable(kind):
         reason = f"{shown(shard.paths[0])}: the column's type {kind} is not read; it must be {KINDS}"
         readable = [name for name, found in _nested_fields(schema) if _is_readable(found)]
@@ -242,8 +246,8 @@ def _encoding(shard: Shard, schema: Any) -> str:
     if kind is None:  # no column, or a nested one: an error when it is read, if it is one
         return ""
     find_column(shard, schema)
-    plain = kind.value_type if _types().is_dictionary(kind) else kind
-    return "" if is_text(plain) or _types().is_null(plain) or _is_old_list(kind) else "decoded "
+    plain = kind.value_type if is_any(kind, "dictionary") else kind
+    return "" if is_any(plain, *TEXT, "null") or is_any(kind, *LISTS) else "decoded "
 
 
 def select_column(batch: Any, names: list[str]) -> Any:
@@ -266,21 +270,17 @@ def value_type(kind: Any) -> Any:
     while True:
         if isinstance(kind, pyarrow.BaseExtensionType):
             kind = kind.storage_type
-        elif _types().is_dictionary(kind) or _types().is_run_end_encoded(kind):
+        elif is_any(kind, "dictionary", "run_end_encoded"):
             kind = kind.value_type
         else:
             return kind
 
 
-def is_text(kind: Any) -> bool:
-    types = _types()
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+def is_any(kind: Any, *names: str) -> bool:
+    """Whether a type is one of those with these names in pyarrow."""
+    from pyarrow import types
 
-
-def is_binary(kind: Any) -> bool:
-    types = _types()
-    kinds = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
-    return any(is_kind(kind) for is_kind in kinds)
+    return any(getattr(types, f"is_{name}")(kind) for name in names)
 
 
 def missing_column(shard: Shard, names: Iterable[str]) -> ProfileError:
@@ -292,36 +292,18 @@ def missing_column(shard: Shard, names: Iterable[str]) -> ProfileError:
 
 def _is_readable(kind: Any) -> bool:
     kind = value_type(kind)
-    types = _types()
-    views = types.is_list_view, types.is_large_list_view
-    is_list = _is_old_list(kind) or any(is_kind(kind) for is_kind in views)
-    is_ids = is_list and types.is_integer(kind.value_type)
-    return is_text(kind) or is_binary(kind) or types.is_null(kind) or is_ids
+    is_list = is_any(kind, *LISTS, "list_view", "large_list_view")
+    return is_any(kind, *TEXT, *BINARY, "null") or (is_list and is_any(kind.value_type, "integer"))
 
 
 def _has_binary(field: Any) -> bool:
     """Whether a field has binary values, itself or in structs and lists."""
     kind = value_type(field.type)
-    return is_binary(kind) or any(_has_binary(kind.field(i)) for i in range(kind.num_fields))
-
-
-def _is_old_list(kind: Any) -> bool:
-    types = _types()
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
-def _is_struct(kind: Any) -> bool:
-    return bool(_types().is_struct(kind))
+    return is_any(kind, *BINARY) or any(_has_binary(kind.field(i)) for i in range(kind.num_fields))
 
 
 def _nested_fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in fields:
         yield f"{prefix}{field.name}", field.type
-        if _is_struct(field.type):
+        if is_any(field.type, "struct"):
             yield from _nested_fields(field.type, f"{prefix}{field.name}.")
-
-
-def _types() -> Any:
-    from pyarrow import types
-
-    return types

@@ -45,7 +45,7 @@ def _values(column: Any, position: str, first: int) -> Iterator[Value]:
     from pyarrow import types
 
     kind = tables.value_type(column.type)
-    read = _text if tables.is_text(kind) or tables.is_binary(kind) else _ids
+    read = _text if tables.is_any(kind, *tables.TEXT, *tables.BINARY) else _ids
     for low in range(0, len(column), tables.MAX_ROWS):
         part = column.slice(low, tables.MAX_ROWS)
         if types.is_run_end_encoded(part.type):
@@ -70,7 +70,7 @@ def _short_texts(column: Any) -> list[str | None] | None:
     }
     if (kind := strings.get(column.type)) is not None:
         column = column.view(kind)  # not checked until it is decoded
-    if tables.is_text(column.type) and column.nbytes < LONG_VALUE:
+    if tables.is_any(column.type, *tables.TEXT) and column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
             texts: list[str | None] = column.to_pylist()
             return texts
