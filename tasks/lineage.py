@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from profiles.files import run_files, yaml_text
+from profiles.files import run_files
 from profiles.files.state_files import CorruptedState
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -97,8 +97,8 @@ def record_data(store: Store, name: str, identity: str, *, is_fork: bool = False
 def _initial_weights(run: RunFolder) -> str | None:
     """A run's `init.from`; empty from scratch, None if its profile.yaml is gone or corrupted."""
     try:
-        return str(yaml_text.parse(run.read(run_files.PROFILE) or b"")["init"]["from"] or "")
-    except (ValueError, LookupError, TypeError):
+        return str(run.sections()["init"]["from"] or "")
+    except (LookupError, TypeError):
         return None
 
 

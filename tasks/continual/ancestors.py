@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from profiles.files import run_files, yaml_text
 from profiles.schema import Data
 from profiles.sections.objective import OBJECTIVES
 from tasks.continual.held_out import HeldOut, held_out_by_hash
@@ -38,13 +37,7 @@ class Ancestor:
         except FileNotFoundError:
             contents = {}
         folder = runs.find_folder(store, entry.run, entry.identity)
-        text = folder and folder.read(run_files.PROFILE)
-        try:
-            parsed = yaml_text.parse(text) if text else {}
-            profile = parsed if isinstance(parsed, dict) else {}
-        except ValueError:  # corrupted, and reported when the run is loaded
-            profile = {}
-        return cls(entry, contents, profile)
+        return cls(entry, contents, folder.sections() if folder else {})
 
     @property
     def initial_weights(self) -> str | None:

@@ -20,7 +20,6 @@ import numpy as np
 
 from modeling.data.indexed import map_index, map_tokens, read_header
 from profiles.errors import ProfileError, counted
-from profiles.files import run_files, yaml_text
 from profiles.local_paths import RUN
 from profiles.rules import data_sources
 from profiles.schema import Data, Profile
@@ -168,7 +167,7 @@ def held_out_by_hash(data: Data) -> set[str]:
 def by_hash_of_run(store: Store, run: str) -> set[str]:
     """`held_out_by_hash` of a run; none if its profile cannot be read, so that contents are compared."""
     try:
-        return held_out_by_hash(Data(**_data_of(store, run)))
+        return held_out_by_hash(Data(**store.run_folder(run).sections()["data"]))
     except (ValueError, LookupError, TypeError):
         return set()
 
@@ -182,17 +181,11 @@ def expected_sets(data: Data, origin: str) -> list[str]:
     return [f"{origin}/{name}" for name, source in pairs if source.use in uses]
 
 
-def _data_of(store: Store, run: str) -> dict[str, Any]:
-    """The section `data` of a run's profile. Raises ValueError, LookupError or TypeError."""
-    data: dict[str, Any] = yaml_text.parse(store.run_folder(run).read(run_files.PROFILE) or b"")["data"]
-    return data
-
-
 def check_fraction(store: Store, profile: Profile) -> None:
     """Reject another `data.validation_fraction` than that of the series' first run. Raises ProfileError."""
     try:
-        fraction = _data_of(store, profile.name)["validation_fraction"]
-    except (ValueError, LookupError, TypeError):  # corrupted, and reported when the run is loaded
+        fraction = store.run_folder(profile.name).sections()["data"]["validation_fraction"]
+    except (LookupError, TypeError):  # corrupted, and reported when the run is loaded
         return
     if fraction != profile.data.validation_fraction:
         reason = (

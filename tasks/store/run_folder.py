@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.files import run_files, state_files
+from profiles.files import run_files, state_files, yaml_text
 from profiles.files.file_locks import locked
 from profiles.files.state_files import make_folder, retried
 from tasks.store.backends.backend import Backend, checked_name
@@ -135,6 +135,14 @@ class RunFolder:
         """As `read_json`; None if the file does not exist. Raises CorruptedState."""
         data, location = self.read(file), self._primary.location(f"{self._prefix}/{file}")
         return None if data is None else state_files.require_json(data, location)
+
+    def sections(self) -> dict[str, Any]:
+        """The sections of the run's profile.yaml in the store; empty if it does not exist or is corrupted."""
+        try:
+            found = yaml_text.parse(self.read(run_files.PROFILE) or b"")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def write(self, file: str, data: bytes) -> None:
         """Write a small file of the run in the store, then in the local folder."""

@@ -17,7 +17,7 @@ from modeling.training.recovery.resume import ResumeRequest
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest, format_value
-from profiles.files import folders, run_files, state_files, yaml_text
+from profiles.files import folders, run_files, state_files
 from profiles.files.jsonl import LogFollower, is_event, last_row
 from profiles.recompute import AUTO
 from profiles.schema import Profile, Train
@@ -322,11 +322,8 @@ def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
 
 def recorded_compilation(store: Store, profile: Profile) -> Profile:
     """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
-    recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
-    try:
-        section = yaml_text.parse(recorded)["compile"] if recorded else {}
-    except (ValueError, LookupError, TypeError):  # corrupted: rejected when the run is opened
-        section = {}
+    sections = store.run_folder(profile.name).sections() if profile.compile.enabled == AUTO else {}
+    section = sections.get("compile")
     enabled = section.get("enabled") if isinstance(section, dict) else None
     # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
     return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
