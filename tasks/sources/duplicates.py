@@ -122,10 +122,7 @@ def _hash(document: readers.Document) -> bytes:
     if document is None:
         return bytes(16)
     if isinstance(document, LongText):
-        sha256 = hashlib.sha256()
-        for chunk in document.chunks():
-            sha256.update(chunk.encode())
-        return sha256.digest()[:16]
+        return document.sha256()[:16]
     data = (
         document.encode() if isinstance(document, str) else b"\0ids" + document.values.astype("<i8").tobytes()
     )

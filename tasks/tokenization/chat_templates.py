@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from profiles.errors import ProfileError
 from profiles.files import state_files
 from profiles.sections.objective import TEMPLATES
-from tasks.tokenization.tokenizer_files import TEMPLATE
+from tasks.tokenization.tokenizer_files import SPECIAL, TEMPLATE
 
 if TYPE_CHECKING:
     from tasks.tokenization.jinja_template import JinjaTemplate
@@ -32,8 +32,6 @@ LLAMA3 = (
 )
 NAMED = dict(zip(TEMPLATES, (CHATML, LLAMA3), strict=True))
 MARKER = re.compile(r"<[|｜][^|｜<>{}\s]+[|｜]>")
-# Special tokens of a tokenizer that transformers passes to templates.
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Names of a message's reasoning, the standard one first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 RESERVED = {"messages", "add_generation_prompt"}  # variables that no record may set

@@ -31,6 +31,7 @@ _importing = threading.Lock()
 
 # Each a JSON object.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "added_tokens.json")
+# Names of special tokens, which transformers passes to chat templates, too.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # lists; the latter may be an object
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields

@@ -8,7 +8,6 @@ with the arguments of `train`; the answer is one line of JSON on stdout, as from
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -91,7 +90,7 @@ def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[
         holds_out_long = holds_out_long_files(shard, held_out)
         for document in readers.documents(shard, token):
             if isinstance(document, LongText):
-                if not holds_out_long or not corpus.is_digest_held_out(_digest(document), fraction):
+                if not holds_out_long or not corpus.is_digest_held_out(document.sha256(), fraction):
                     yield from document.chunks()
             elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
                 yield document
@@ -111,13 +110,6 @@ def holds_out_long_files(shard: Shard, held_out: float) -> bool:
     sizes = [int(state.split()[0]) for state in shard.states if state]  # a state begins with the file's size
     is_long = shard.format == "text" and max(sizes, default=0) >= readers.LONG_FILE
     return is_long and held_out_fraction(shard, held_out) > 0
-
-
-def _digest(text: LongText) -> bytes:
-    sha256 = hashlib.sha256()
-    for chunk in text.chunks():
-        sha256.update(chunk.encode())
-    return sha256.digest()
 
 
 def cut_long_words(text: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ tokenizer.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -42,6 +43,12 @@ class LongText:
 
     # Starts reading from the beginning; may be called any number of times.
     chunks: Callable[[], Iterator[str]]
+
+    def sha256(self) -> bytes:
+        digest = hashlib.sha256()
+        for chunk in self.chunks():
+            digest.update(chunk.encode())
+        return digest.digest()
 
 
 def of_text(text: str) -> LongText:
