@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
-from profiles.files.state_files import CorruptedState, Types, retried, wrong_key
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from profiles.files.state_files import CorruptedState, retried
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
 SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
-TYPES: Types = {
-    "run": str,
-    "identity": str,
-    "parent": str | None,
-    "dataset": str,
-    "shards": list,
-    "samples": int | None,
-    "weights": str | None,
-}
 
 
 class MissingEntry(CorruptedState):
     """The ledger has no entry for a run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class LedgerEntry:
     """One run's entry."""
 
@@ -74,13 +68,11 @@ def find(store: Store, identity: str) -> LedgerEntry | None:
     if data is None:
         return None
     try:
-        value = json.loads(data)
-        shards = tuple(value["shards"])
-        if (wrong := wrong_key(value, TYPES)) or not all(isinstance(key, str) for key in shards):
-            raise ValueError(f"invalid {wrong or 'shards'}")
-        return LedgerEntry(**{**value, "shards": shards})
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"corrupted (not a ledger entry: {error}); restore the file"
+        return TypeAdapter(LedgerEntry).validate_json(data)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what = " ".join([*map(str, wrong["loc"]), wrong["msg"]])
+        reason = f"corrupted (not a ledger entry: {what}); restore the file"
         raise CorruptedState(f"{store.backend.location(_name(identity))}: {reason}") from error
 
 
