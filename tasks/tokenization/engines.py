@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tasks.tokenization import tokenizer_files
-from tasks.tokenization.word_cache import UnsupportedTokenizer, WordCache
+from tasks.tokenization.word_cache import WordCache
 
 log = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ class WordCacheEngine(VerifiedEngine):
     def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
         super().__init__(tokenizer)
         if threads >= MANY_THREADS:
-            raise UnsupportedTokenizer(f"tokenizers is faster on {threads} threads")
+            raise ValueError(f"tokenizers is faster on {threads} threads")
         self._cache = WordCache(_without_special_tokens(tokenizer))
 
     def verify(self, sample: Sequence[str], probes: Sequence[str]) -> None:
         super().verify(sample, probes)
         if not self._cache.is_effective(sample):
-            raise UnsupportedTokenizer("few words of the text repeat")
+            raise ValueError("few words of the text repeat")
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         found = [self._cache.encode(text) for text in texts]

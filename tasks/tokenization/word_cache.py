@@ -21,10 +21,6 @@ GENERATION_SIZE = 200_000  # words; two generations take 64 MB for words of nine
 MAX_DISTINCT = 0.5  # largest share of distinct words in a sample at which the cache pays off
 
 
-class UnsupportedTokenizer(ValueError):
-    """The engine does not support this tokenizer, or would be slower with it."""
-
-
 class WordCache(dict[str, bytes]):
     """Word -> its ids as C unsigned ints; missing words are tokenized on access.
 
@@ -32,7 +28,7 @@ class WordCache(dict[str, bytes]):
         state: JSON of the tokenizer, without special tokens.
 
     Raises:
-        UnsupportedTokenizer: it does not write spaces as markers, its tokens may span spaces, or it uses BPE dropout.
+        ValueError: it does not write spaces as markers, its tokens may span spaces, or it uses BPE dropout.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -40,11 +36,11 @@ class WordCache(dict[str, bytes]):
         self._older: dict[str, bytes] = {}
         pre_tokenizer, marker = state["pre_tokenizer"], _space_marker(state)
         if marker is None:
-            raise UnsupportedTokenizer("it does not write spaces as the beginnings of words")
+            raise ValueError("it does not write spaces as the beginnings of words")
         if state["model"].get("dropout"):
-            raise UnsupportedTokenizer("it uses BPE dropout")
+            raise ValueError("it uses BPE dropout")
         if state["normalizer"] and any(token["normalized"] for token in state["added_tokens"]):
-            raise UnsupportedTokenizer("it searches for added tokens in normalized text")
+            raise ValueError("it searches for added tokens in normalized text")
         self._marker = marker
         self._prefix = "" if pre_tokenizer and pre_tokenizer["prepend_scheme"] == "never" else " "
         self._always_prefix = pre_tokenizer is None  # otherwise not before a text that begins with a space
@@ -106,8 +102,8 @@ def _space_marker(state: dict[str, Any]) -> str | None:
 
 
 def _require_independent_words(model: dict[str, Any], marker: str) -> None:
-    """Raise UnsupportedTokenizer if the ids of an unsplit text may differ from those of its words."""
+    """Raise ValueError if the ids of an unsplit text may differ from those of its words."""
     plain = model["type"] == "BPE" and marker in model["vocab"] and not model.get("ignore_merges")
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if not plain or affixes or any(marker in token.lstrip(marker) for token in model["vocab"]):
-        raise UnsupportedTokenizer("its tokens may span spaces")
+        raise ValueError("its tokens may span spaces")
