@@ -405,10 +405,7 @@ def code_digest(*packages: str) -> str:
     """Hash of the source files of packages."""
     total = hashlib.sha256()
     for package in packages:
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        folder = Path(spec.submodule_search_locations[0])
+        folder = Path(required(required(find_spec(package)).submodule_search_locations)[0])
         for path in sorted(folder / name for name, _ in walk(folder) if name.endswith(".py")):
             total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
     return total.hexdigest()[:32]

@@ -13,6 +13,7 @@ from typing import Any
 from profiles.errors import FEW, ProfileError, closest
 from profiles.huggingface import hub as huggingface
 from profiles.schema import Source
+from profiles.sections.base import required
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
@@ -25,7 +26,7 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
     """Shards of a dataset's split. Raises ProfileError for an unknown name or format or a loading script."""
     from huggingface_hub import HfApi
 
-    repository, revision = _repository(source), source.revision
+    repository, revision = required(source.repository), source.revision
     where = f"{key}.repository", repository
     api = HfApi(token=token)
     commit = huggingface.ask(lambda: api.dataset_info(repository, revision=revision).sha, *where, revision)
@@ -45,7 +46,7 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
     """URLs of the split's files, in the dataset's order."""
     from datasets import load_dataset_builder
 
-    repository = _repository(source)
+    repository = required(source.repository)
     try:
         builder = huggingface.ask(
             lambda: load_dataset_builder(repository, source.config, revision=commit, token=token),
@@ -77,7 +78,7 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, partial-<split> if incomplete."""
     from huggingface_hub import HfApi
 
-    repository = _repository(source)
+    repository = required(source.repository)
     names = huggingface.ask(
         lambda: HfApi(token=token).list_repo_files(repository, revision=commit, repo_type="dataset"),
         *(f"{key}.repository", repository, commit),
@@ -100,7 +101,7 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
 def _loading_script_error(source: Source, key: str, token: str | None) -> ProfileError:
     from huggingface_hub import HfApi
 
-    repository, api = _repository(source), HfApi(token=token)
+    repository, api = required(source.repository), HfApi(token=token)
     where = f"{key}.repository", repository
     reason = f"{repository} has a loading script at this revision, and its code is never run"
     try:
@@ -109,8 +110,3 @@ def _loading_script_error(source: Source, key: str, token: str | None) -> Profil
         reason += f", and the hub has no {CONVERTED} of it; choose a dataset with parquet files"
         return ProfileError(*where, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])
-
-
-def _repository(source: Source) -> str:
-    assert source.repository is not None  # sources on the hub have one
-    return source.repository

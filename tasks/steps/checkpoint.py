@@ -20,6 +20,7 @@ from profiles.errors import ProfileError
 from profiles.files import state_files
 from profiles.huggingface.config import GENERATION_CONFIG, to_config_json
 from profiles.schema import Profile
+from profiles.sections.base import required
 from profiles.sections.model import Model
 from tasks import keys
 from tasks.reporting.format import format_bytes
@@ -50,7 +51,7 @@ class CheckpointStep(Step):
 
     def key(self, context: Context) -> str:
         """From the model and weights (contents or hub commit). Raises ProfileError if init.from has none."""
-        return keys.checkpoint(context.profile, _pinned(context)["digest"])
+        return keys.checkpoint(context.profile, required(context.inputs.weights)["digest"])
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch and convert the weights.
@@ -64,8 +65,7 @@ class CheckpointStep(Step):
 
         profile, store = context.profile, context.store
         init, scratch = profile.init, f"{self.kind}-{key}"
-        name, pinned = init.from_, _pinned(context)
-        assert name is not None  # without init.from there is no such step
+        name, pinned = required(init.from_), required(context.inputs.weights)
         work = store.scratch_folder(scratch)
         config, converted = work / "config.json", work / "checkpoint"
         config.write_text(json.dumps(to_config_json(profile.model)))
@@ -144,9 +144,3 @@ def _compare_settings(source: Path, model: Model) -> None:
     if model.max_position_embeddings > longest and not any("rope" in difference for difference in changed):
         reason = f"is above {longest} in the weights' {file}, with the same RoPE; set model.rope_scaling or model.rope_theta"
         log.warning("model.max_position_embeddings = %d: %s", model.max_position_embeddings, reason)
-
-
-def _pinned(context: Context) -> Mapping[str, Any]:
-    found = context.inputs.weights
-    assert found is not None  # without init.from there is no such step
-    return found
