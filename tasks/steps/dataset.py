@@ -45,6 +45,7 @@ LOCATION = {"path", "anonymous"}  # keys of an entry in corpus.json that locate 
 # Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
 SPANS = 3
 SHOWN_FILES = 5  # files with missing records that a warning names
+Pair = tuple[Shard, Artifact]  # a shard, and its tokens
 log = logging.getLogger(__name__)
 
 
@@ -134,20 +135,20 @@ class DatasetStep(Step):
         plan = without_duplicates(context, plan)
         tokens = ShardJob.tokenize(plan).run(context, range(len(plan.shards)))
 
-        total = _sum(tokens)
-        _require_text(profile, plan, tokens)
+        pairs = list(zip(plan.shards, tokens, strict=True))
+        total, report = _sum(pairs), _report(profile, pairs)
+        _require_text(profile, plan, report, pairs)
         if plan.records:
             _require_records(profile, total)
         else:
-            _require_windows(profile, plan, tokens)
-        _require_room(profile, store, plan, tokens, total)
+            _require_windows(profile, plan, report, total)
+        _require_room(profile, store, plan, pairs, total["tokens"])
         count = total["tokens"] + total["validation_tokens"]
         summary: dict[str, Any] = {**total, "shards": len(tokens)}
         summary["bytes_per_token"] = round(total["bytes"] / count, 3)
-        if incomplete := _missing_by_file(plan.shards, tokens):
+        if incomplete := _missing_by_file(pairs):
             summary["incomplete_files"] = dict(list(incomplete.items())[:SHOWN_FILES])
             summary["incomplete"] = len(incomplete)
-        pairs = list(zip(plan.shards, tokens, strict=True))
         contents = {
             "format": 1,
             "vocabulary_size": self.tokenizer.summary["vocabulary_size"],
@@ -169,7 +170,7 @@ class DatasetStep(Step):
                 samples = record_rows.write(profile, store, tokens, rows_path(folder, split), split)
                 summary["samples" if split == "train" else "validation_samples"] = samples
             (folder / SHARDS).write_text(json.dumps(shard_keys))
-            (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
+            (folder / "report.json").write_text(json.dumps(report, indent=1))
         return store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
@@ -314,14 +315,6 @@ def _weights_imply_sources(profile: Profile, plan: DatasetPlan) -> bool:
     return all(len(set(run)) in (1, len(run)) for run in weighted_runs)
 
 
-def _by_source(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[list[Artifact]]:
-    """The tokenized shards of each source."""
-    by_source: list[list[Artifact]] = [[] for _ in profile.data.sources]
-    for shard, artifact in zip(plan.shards, tokens, strict=True):
-        by_source[shard.source].append(artifact)
-    return by_source
-
-
 def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
     """Weight and number of shards of each source; None if the sources form one unweighted stream."""
     blend = [
@@ -337,67 +330,67 @@ def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
     return [{"name": name, "shards": count} for name, count in pairs]
 
 
-def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
+def _report(profile: Profile, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """Counts of each source, for report.json."""
-    rows: list[dict[str, Any]] = []
-    for source, tokenized in zip(profile.data.sources, _by_source(profile, plan, tokens), strict=True):
-        counts = _sum(tokenized)
+    rows = []
+    for number, source in enumerate(profile.data.sources):
+        own = [(shard, tokens) for shard, tokens in pairs if shard.source == number]
+        counts = _sum(own)
         made = counts["tokens"] + counts["validation_tokens"]
-        where = source.repository or source.path or source.kind
-        rate = round(counts["bytes"] / made, 3) if made else None
-        engines = sorted({shard.summary["engine"] for shard in tokenized if shard.summary.get("engine")})
         row = {
-            "source": where,
-            "shards": len(tokenized),
+            "source": source.repository or source.path or source.kind,
+            "shards": len(own),
             **counts,
-            "bytes_per_token": rate,
-            "engines": engines,
+            "bytes_per_token": round(counts["bytes"] / made, 3) if made else None,
+            "engines": sorted({engine for _, tokens in own if (engine := tokens.summary.get("engine"))}),
+            "missing_by_file": _missing_by_file(own),
         }
-        shards = [shard for shard in plan.shards if shard.source == len(rows)]
-        rows.append({**row, "missing_by_file": _missing_by_file(shards, tokenized)})
+        rows.append(row)
     return rows
 
 
-def _missing_by_file(shards: Sequence[Shard], tokens: Sequence[Artifact]) -> dict[str, int]:
+def _missing_by_file(pairs: Sequence[Pair]) -> dict[str, int]:
     """Number of records without text, or that the objective cannot use, by file, the most first."""
     counts: Counter[str] = Counter()
-    for shard, artifact in zip(shards, tokens, strict=True):
+    for shard, artifact in pairs:
         if missing := artifact.summary.get("missing"):
             counts[shard.name.partition(" part ")[0]] += missing
     return dict(counts.most_common())
 
 
-def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:
+def _sum(pairs: Sequence[Pair]) -> dict[str, int]:
+    names = [field.name for field in fields(Counts)]
     # An artifact of an earlier version has no counts of records.
-    return {field.name: sum(shard.summary.get(field.name, 0) for shard in tokens) for field in fields(Counts)}
+    return {name: sum(tokens.summary.get(name, 0) for _, tokens in pairs) for name in names}
 
 
-def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
+def _require_text(
+    profile: Profile, plan: DatasetPlan, report: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]
+) -> None:
     """Reject sources in which too many records have no text, or cannot be used by the objective."""
     limit = profile.data.maximum_missing
     problem = f"are unusable for objective.kind {profile.objective.kind}" if plan.records else "have no text"
-    shards = _by_source(profile, plan, tokens)
-    for row, tokenized in zip(_report(profile, plan, tokens), shards, strict=True):
+    for number, row in enumerate(report):
         missing = row["missing"]
         records = (row["documents"] + row["validation_documents"]) // profile.rows_per_sample
         count = missing + records + row["short"] + row["duplicates"] + row["too_long"]
         share = missing / max(1, count)
         if share > limit:
             reason = f"{missing:,} of {counted(count, 'record')} in {row['source']} {problem}"
-            causes = (shard.summary.get("unusable") for shard in tokenized)
+            causes = (tokens.summary.get("unusable") for shard, tokens in pairs if shard.source == number)
             if cause := next(filter(None, causes), None):  # says what to do
                 raise ProfileError("data.maximum_missing", limit, f"{reason}; the first: {cause}")
             raise ProfileError("data.maximum_missing", limit, reason, [min(1.0, round(share + 5e-4, 3))])
 
 
 def _require_room(
-    profile: Profile, store: Store, plan: DatasetPlan, tokens: Sequence[Artifact], total: dict[str, int]
+    profile: Profile, store: Store, plan: DatasetPlan, pairs: Sequence[Pair], total: int
 ) -> None:
     """Reject remote data that the cache cannot hold: a shard, or what the shuffle order reads at a time."""
     data = profile.data
     remote = [
         (*_file_sizes(plan, shard, artifact), shard.name)
-        for shard, artifact in zip(plan.shards, tokens, strict=True)
+        for shard, artifact in pairs
         if (local_path(shard.paths[0]) is None if shard.format == "megatron" else store.is_remote)
     ]
     if not remote:
@@ -407,7 +400,7 @@ def _require_room(
         reason = f"{name} takes {largest / 1e9:,.1f} GB, and a node caches it as one piece"
         raise ProfileError("data.cache_gigabytes", data.cache_gigabytes, reason, [math.ceil(largest / 1e9)])
     size = max(itemsize for _, itemsize, _ in remote) / 1e9
-    needed = total["tokens"] * size
+    needed = total * size
     streams = max(1, sum(source.weight is not None for source in data.sources))
     if data.shuffle_tokens:
         needed = min(needed, SPANS * streams * data.shuffle_tokens * size)
@@ -463,17 +456,17 @@ def _require_records(profile: Profile, total: dict[str, int]) -> None:
         raise ProfileError("data.validation_fraction", fraction, reason)
 
 
-def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
+def _require_windows(
+    profile: Profile, plan: DatasetPlan, report: Sequence[Mapping[str, Any]], total: Mapping[str, int]
+) -> None:
     """Reject a corpus, or a weighted source, with less than one window to read."""
-    total = _sum(tokens)
     if not total["tokens"] and not total["validation_tokens"]:
         raise ProfileError("data.sources", None, "hold no text: every document is empty")
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]
-    shards = _by_source(profile, plan, tokens)
     for i, part in enumerate(_blend(profile, plan) or ()):
         if part["weight"]:
-            streams.append((f"data.sources.{i} has a weight and holds", _sum(shards[i])["tokens"]))
+            streams.append((f"data.sources.{i} has a weight and holds", report[i]["tokens"]))
     for holds, count in streams:
         if count <= length:
             reason = f"{holds} {count} tokens to train on, fewer than one window of {length} + 1"
