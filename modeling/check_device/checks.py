@@ -22,7 +22,7 @@ from torch import Tensor
 from modeling.check_device import kernel_check, kernel_errors
 from modeling.compilation import compilers
 from modeling.data.prefetch import Batch
-from modeling.planning.measure import fastest
+from modeling.planning.measure import fastest, llama_profile
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import collectives
@@ -220,31 +220,16 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
     heads, length = split * max(1, 8 // split), 16 * split * -(-4 // split)
-    return Profile.model_validate(
-        {
-            "name": "check",
-            "model": {
-                "hidden_size": heads * 16,
-                "intermediate_size": heads * 32,
-                "num_hidden_layers": max(2, split),
-                "num_attention_heads": heads,
-                "num_key_value_heads": 1 if split % 2 else 2,
-                "vocab_size": 512,
-                "max_position_embeddings": length,
-            },
-            "tokenizer": {"source": "train", "vocabulary_size": 512},
-            "data": {"sources": [{"kind": "python-docs"}]},
-            "parallel": parallel,
-            "train": {
-                "steps": STEPS,
-                "global_batch_size": 2 * ranks,
-                "sequence_length": length,
-                "learning_rate": 1e-3,
-                "precision": precision,
-            },
-            "cluster": {"device": kind, "devices_per_node": ranks if way else 1, "threads": 1},
-        }
-    )
+    model = {
+        "hidden_size": heads * 16,
+        "intermediate_size": heads * 32,
+        "num_hidden_layers": max(2, split),
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1 if split % 2 else 2,
+    }
+    train = {"global_batch_size": 2 * ranks, "sequence_length": length, "precision": precision}
+    cluster = {"device": kind, "devices_per_node": ranks if way else 1, "threads": 1}
+    return llama_profile(model, {"steps": STEPS, **train}, parallel=parallel, cluster=cluster)
 
 
 def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:

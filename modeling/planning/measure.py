@@ -201,27 +201,26 @@ def _update_bandwidth(device: Device, local: torch.device, elements: int, compil
 
 def _profile(device: Device, precision: str, hidden: int, tokens: int) -> Profile:
     """A Llama of three layers on one device; the middle one is measured."""
+    model = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 7 // 2,
+        "num_hidden_layers": 3,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+    }
+    train = {"steps": 1, "global_batch_size": 1, "sequence_length": tokens, "precision": precision}
+    return llama_profile(model, train, cluster={"device": device.type})
+
+
+def llama_profile(model: dict[str, int], train: dict[str, Any], **sections: dict[str, Any]) -> Profile:
+    """The profile of a Llama with a small vocabulary; `sections`: further ones."""
     return Profile.model_validate(
         {
-            "name": "calibration",
-            "model": {
-                "hidden_size": hidden,
-                "intermediate_size": hidden * 7 // 2,
-                "num_hidden_layers": 3,
-                "num_attention_heads": hidden // 64,
-                "num_key_value_heads": hidden // 128,
-                "vocab_size": 512,
-                "max_position_embeddings": tokens,
-            },
+            "name": "small",
+            "model": {"vocab_size": 512, "max_position_embeddings": train["sequence_length"], **model},
             "tokenizer": {"source": "train", "vocabulary_size": 512},
             "data": {"sources": [{"kind": "python-docs"}]},
-            "train": {
-                "steps": 1,
-                "global_batch_size": 1,
-                "sequence_length": tokens,
-                "learning_rate": 1e-3,
-                "precision": precision,
-            },
-            "cluster": {"device": device.type},
+            "train": {"learning_rate": 1e-3, **train},
+            **sections,
         }
     )
