@@ -104,8 +104,7 @@ class Compiler(ABC):
             jobs: maximum number of compiler processes; the compiler's default if None.
         """
 
-    @abstractmethod
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027  some compilers' processes share nothing
         """Fill the cache folder with what all compiling processes need; each starts with a copy of it."""
 
     @abstractmethod
@@ -298,9 +297,6 @@ class Neuron(Compiler):
         if self.flags and self.target[FLAGS] != self.flags:
             log.warning(f"{FLAGS}={self.target[FLAGS]} is kept; compile.flags is {self.flags}")
         self.folder, self.initial_neffs = folder, _count_neffs(folder)
-
-    def prepare(self) -> None:
-        """Does nothing: its processes are not known to share anything."""
 
     def cache_counts(self) -> tuple[int, int]:
         import torch_neuronx
