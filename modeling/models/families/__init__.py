@@ -14,7 +14,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from modeling.models.weight_names import HuggingFaceTensor
-from profiles.errors import ProfileError
 from profiles.sections import families
 from profiles.sections.model import Model
 
@@ -26,17 +25,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 
 @cache
 def model_class(architecture: str) -> type[LanguageModel]:
-    """The model class of an architecture, which an installed package may define.
-
-    Raises:
-        ProfileError: the class or its block has `norm_layer`, which earlier versions read.
-    """
-    found: type[LanguageModel] = resolve_name(families.find(architecture).model)
-    for each in (found, found.block):
-        if hasattr(each, "norm_layer"):
-            reason = f"norm_layer of {each.__module__}:{each.__qualname__} is not read; name the kind as norm of its Family"
-            raise ProfileError("model.architecture", architecture, reason)
-    return found
+    """The model class of an architecture, which an installed package may define."""
+    return resolve_name(families.find(architecture).model)
 
 
 def huggingface_copies(model: Model) -> dict[str, str]:

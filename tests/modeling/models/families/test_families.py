@@ -5,8 +5,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling.models.families import model_class
 from modeling.models.families.llama import Llama
-from parallel import LayerNorm
-from profiles.errors import ProfileError
 from profiles.huggingface.config import from_config_json
 from profiles.sections import families
 from tests.modeling.models.families.huggingface import assert_match
@@ -135,18 +133,3 @@ def test_long_sequences_match_transformers(name, fields):
     """4,097 tokens: more than a published window, and no multiple of a block of attention or a chunk."""
     config = AutoConfig.for_model(name, **{**SIZES, **fields})
     assert_match(AutoModelForCausalLM.from_config, config, lengths=(4097,))
-
-
-class WithNormLayer(Llama):
-    """A model of a package, written for an earlier version."""
-
-    norm_layer = LayerNorm
-
-
-def test_norm_layer_of_a_package_is_rejected_by_name(monkeypatch):
-    family = families.Family(f"{__name__}:WithNormLayer", "")
-    monkeypatch.setattr(families, "find", lambda name: family)
-    with pytest.raises(
-        ProfileError, match=r"architecture = theirs: norm_layer of \S+:WithNormLayer is not read"
-    ):
-        model_class("theirs")
