@@ -81,14 +81,8 @@ def _fault(compiler: str, folder: Path) -> str | None:
                 return NO_LOCKS
             source, library = Path(work, "probe.cpp"), Path(work, "probe.so")
             source.write_text(SOURCE)
-            command = [
-                compiler,
-                *OPTIONS,
-                f"-I{sysconfig.get_path('include')}",
-                str(source),
-                "-o",
-                str(library),
-            ]
+            headers = f"-I{sysconfig.get_path('include')}"
+            command = [compiler, *OPTIONS, headers, str(source), "-o", str(library)]
             built = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
             if built.returncode:
                 killed = "killed\n" if built.returncode < 0 else ""
