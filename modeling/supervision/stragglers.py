@@ -16,7 +16,6 @@ import socket
 import statistics
 from collections import deque
 
-import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
@@ -67,10 +66,3 @@ def node_names(mesh: Mesh) -> list[str]:
     names: list[str | None] = [None] * mesh.size
     dist.all_gather_object(names, name, group=mesh.host)
     return [str(name) for name in names]
-
-
-def one_hot(rank: int, size: int, value: float) -> torch.Tensor:
-    """Vector (size) of zeros except this rank's value; its sum over ranks has the value of every rank."""
-    vector = torch.zeros(size)
-    vector[rank] = value
-    return vector

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from modeling.models import qk_clip
-from modeling.supervision.stragglers import one_hot
 from modeling.training.trainer import Trainer
 from parallel.collectives import all_reduce, all_reduce_max
 from parallel.device import Download, Mark, upload
@@ -114,7 +113,8 @@ def reduce_statistics(
     mesh = trainer.mesh
     counts = trainer.compile_statistics.local_counts()
     # `pack` divides by the tensor degree, because most numbers are equal on all tensor ranks; this one is not.
-    rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
+    rank_seconds = torch.zeros(mesh.size)
+    rank_seconds[mesh.rank] = seconds * mesh.tensor.size
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
     numbers = upload(on_host, loss.device), take_expert_load(trainer), trainer.module_losses, differing
     return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
