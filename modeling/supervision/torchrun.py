@@ -154,13 +154,10 @@ def watch(folder: Path) -> None:
 
 
 def report_and_kill(process: heartbeat.WatchedProcess) -> None:
-    """Write the stacks of a hung rank to its file, then end it."""
-    report(process)
-    kill(process.pid)
+    """Write the stacks of a hung rank to its file, then end it.
 
-
-def report(process: heartbeat.WatchedProcess) -> None:
-    """Write the stacks of a hung rank to its file."""
+    With SIGALRM if it still handles signals, so that the exit status shows a hang.
+    """
     rank = process.stacks.stem.removeprefix("rank_")
     message = f"rank {rank} on {node_name()}: {HANG_MESSAGE} longer than allowed, and it dumped no stacks"
     stacks = capture_stacks(process.pid)
@@ -169,16 +166,12 @@ def report(process: heartbeat.WatchedProcess) -> None:
         with process.stacks.open("a") as file:
             file.write(f"{message}; captured externally:\n{stacks}")
     print(f"[rank {rank}] warning: {message}; its stacks: {process.stacks}", flush=True)
-
-
-def kill(pid: int) -> None:
-    """End a process, with SIGALRM if it still handles signals, so that the exit status shows a hang."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        process.send_signal(signal.SIGALRM)
-        process.resume()  # a stopped process handles the signal once it continues
+        hung = psutil.Process(process.pid)
+        hung.send_signal(signal.SIGALRM)
+        hung.resume()  # a stopped process handles the signal once it continues
         time.sleep(POLL)
-        process.kill()
+        hung.kill()
 
 
 def capture_stacks(pid: int) -> str:
