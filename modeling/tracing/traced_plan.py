@@ -75,22 +75,17 @@ def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> tuple[Counter[
     flops: Counter[str] = Counter()
     ambiguous: set[str] = set()
     found: dict[str, set[int]] = {}
+    # times that a step calls a program for each of the region's calls in training
+    passes = {"training": 1, "evaluation": profile.scores_pairs_in_step + counts_choices(profile)}
     for program in traced["programs"]:
         found.setdefault(program["name"], set()).add(sum(graph["flops"] for graph in program["graphs"]))
     for name, values in found.items():
         region, _, mode = name.partition(", ")
-        if times := _passes(profile, mode):
+        if times := passes.get(mode):
             flops[region] += times * max(values)
             if len(values) > 1:
                 ambiguous.add(region)
     return flops, ambiguous
-
-
-def _passes(profile: Profile, mode: str) -> int:
-    """Times that a step calls a program for each of the region's calls in training."""
-    if mode != "evaluation":
-        return int(mode == "training")
-    return profile.scores_pairs_in_step + counts_choices(profile)
 
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
