@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from modeling.conversion.nxd.layout import layer_prefix, mlp_prefix
 from modeling.conversion.tensor_files import TensorEntry
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
@@ -90,10 +91,13 @@ def _read(
     return (own.t() if transposed else own)[index]
 
 
-def entries(weights: Weights, layer: int, prefix: str, rank: int, tensor: int) -> Iterator[TensorEntry]:
-    """The two tensors of a layer's experts in a tensor rank's file, whose names begin with `prefix`."""
+def entries(weights: Weights, layer: int, rank: int, tensor: int) -> Iterator[TensorEntry]:
+    """The two tensors of a layer's experts in a tensor rank's file; none for a model without experts."""
     model = weights.model
-    experts, h, f = model.num_experts or 0, model.hidden_size, model.expert_width // tensor
+    if model.num_experts is None:
+        return
+    prefix = f"{layer_prefix(model, layer)}.{mlp_prefix(model)}"
+    experts, h, f = model.num_experts, model.hidden_size, model.expert_width // tensor
     for name, shape in (("gate_up_proj", (experts, h, 2 * f)), ("down_proj", (experts, f, h))):
         ours = f"layers.{layer}.mlp.{'gate_up' if name == 'gate_up_proj' else 'down'}"
         rows = partial(_gate_up_rows if name == "gate_up_proj" else _down_rows, weights, ours, rank * f, f)

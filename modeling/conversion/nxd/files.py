@@ -26,14 +26,7 @@ from modeling.conversion import torch_files
 from modeling.conversion.choices import NEWEST, NXD_LAYOUTS, NxDLayout, QKVForm, read_newest
 from modeling.conversion.huggingface import BUFFERS
 from modeling.conversion.nxd import experts
-from modeling.conversion.nxd.layout import (
-    TensorSplit,
-    layer_prefix,
-    mlp_prefix,
-    stage_keys,
-    stage_layers,
-    stored_name,
-)
+from modeling.conversion.nxd.layout import TensorSplit, stage_keys, stage_layers, stored_name
 from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
@@ -281,7 +274,7 @@ def shard_files(
             f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt",
             [
                 *(_entry(weights, split, key, rank) for key in stage_keys(model, layers, form)),
-                *(entry for layer in layers for entry in _expert_entries(weights, layer, rank, tensor)),
+                *(entry for layer in layers for entry in experts.entries(weights, layer, rank, tensor)),
             ],
         )
         for stage, layers in enumerate(stage_layers(model.num_hidden_layers, pipeline))
@@ -297,13 +290,6 @@ def _entry(weights: Weights, split: TensorSplit, key: str, rank: int) -> TensorE
     weight = split.sections(key)[0].weight
     dtype = weights.dtype_of(weight if weight in weights.shapes else "embedding.weight")
     return TensorEntry(key, shape, dtype, partial(_rows, weights, boxes))
-
-
-def _expert_entries(weights: Weights, layer: int, rank: int, tensor: int) -> Iterator[TensorEntry]:
-    model = weights.model
-    if model.num_experts is not None:
-        prefix = f"{layer_prefix(model, layer)}.{mlp_prefix(model)}"
-        yield from experts.entries(weights, layer, prefix, rank, tensor)
 
 
 def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[Tensor]:
