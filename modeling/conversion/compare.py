@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -58,13 +57,8 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
         largest = f"maximum difference {absolute:.3g}, relative {math.inf if math.isinf(absolute) else relative:.3g}"
         return absolute, f"{labels[name]}: {largest}; {count:,} of {math.prod(shape):,} elements differ"
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            found = [*filter(None, pool.map(compare, one.shapes))]
-        except BaseException:
-            progress.stop()  # running comparisons end at their next slice
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with progress.workers(WORKERS) as pool:
+        found = [*filter(None, pool.map(compare, one.shapes))]
     return [message for _, message in sorted(found, key=lambda each: each[0], reverse=True)]
 
 

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -225,15 +225,9 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
         journal.add(file.name, partial, note, sha256)
         partial.replace(path)
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        writes = [pool.submit(write, file) for file in missing]
-        try:
-            for done in as_completed(writes):
-                done.result()
-        except BaseException:
-            progress.stop()  # running writes end at their next slice
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with progress.workers(WORKERS) as pool:
+        for done in as_completed([pool.submit(write, file) for file in missing]):
+            done.result()
     return [journal.files[file.name]["note"] for file in files]
 
 

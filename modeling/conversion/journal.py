@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -79,9 +80,7 @@ class Journal:
         lines = {file.name: self.files[file.name] for file in files}
         described = {name: {key: line[key] for key in ("size", "sha256")} for name, line in lines.items()}
         self.finished = {**facts, "files": described, "job": self.inputs}
-        temporary = self.folder / f".{RECORD}"
-        temporary.write_text(json.dumps(self.finished, indent=1))
-        temporary.replace(self.folder / RECORD)
+        state_files.write(self.folder / RECORD, json.dumps(self.finished, indent=1))
         (self.folder / JOURNAL).unlink()
         return self.finished
 
@@ -128,7 +127,7 @@ class Progress:
         self._lock = Lock()
 
     def add(self, count: int) -> None:
-        """Count bytes written or compared. Raises Stopped after `stop`."""
+        """Count bytes written or compared. Raises Stopped after an error in the block of `workers`."""
         if self._stopped:
             raise Stopped
         with self._lock:
@@ -138,9 +137,16 @@ class Progress:
             speed = done / 1e6 / (time.monotonic() - self._begun)
             log.info("%3.0f %% of %.1f GB, %.0f MB/s", 100 * done / total, total / 1e9, speed)
 
-    def stop(self) -> None:
-        """Make every later `add` raise Stopped."""
-        self._stopped = True
+    @contextmanager
+    def workers(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that call `add`; after an error in the block, running calls end at their next `add`."""
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
 
 def _lines(path: Path) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +29,7 @@ from parallel.checkpoint.reader import Reader, StoredBox
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
 from parallel.layout import Box, GlobalBox, layout_of
+from profiles.files import state_files
 from profiles.sections.base import Section
 from profiles.sections.model import Model
 from profiles.validation_errors import profile_error
@@ -160,6 +160,4 @@ def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, so
         "profile": {"model": model.model_dump(mode="json")},
         "torch": torch.__version__,
     }
-    temporary = folder / f".{locations.MARKER}"
-    temporary.write_text(json.dumps(marker, indent=1))
-    os.replace(temporary, folder / locations.MARKER)
+    state_files.write(folder / locations.MARKER, json.dumps(marker, indent=1))
