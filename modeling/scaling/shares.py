@@ -38,22 +38,21 @@ class ShareLaws:
 
     def losses(self, share: float) -> np.ndarray:
         """Old and new loss (2) in nats per token."""
-        laws = zip((self.old, self.new), self._points(share), strict=True)
-        return np.concatenate([law.losses(point) for law, point in laws])
+        return np.concatenate([law.losses(point) for law, point in self._laws_at(share)])
 
     def drawn(self, share: float) -> np.ndarray:
         """Old and new loss (b, 2) by the laws of the draws."""
-        laws = zip((self.old, self.new), self._points(share), strict=True)
-        return np.hstack([law.drawn(point) for law, point in laws])
+        return np.hstack([law.drawn(point) for law, point in self._laws_at(share)])
 
     def outcomes(self, share: float, seed: int = 0) -> np.ndarray:
         """Losses (b, 2) that one run with this share may have: those of the draws, with the noise of a run."""
-        laws = zip((self.old, self.new), self._points(share), strict=True)
-        return np.hstack([law.outcomes(point, seed + n) for n, (law, point) in enumerate(laws)])
+        laws = enumerate(self._laws_at(share), seed)
+        return np.hstack([law.outcomes(point, number) for number, (law, point) in laws])
 
-    def _points(self, share: float) -> tuple[np.ndarray, np.ndarray]:
+    def _laws_at(self, share: float) -> list[tuple[MixtureLaws, np.ndarray]]:
+        """Both laws, each with its coordinates (2)."""
         shares = np.array([share])
-        return _of_old(shares, self.width)[0], _of_new(shares)[0]
+        return [(self.old, _of_old(shares, self.width)[0]), (self.new, _of_new(shares)[0])]
 
 
 @dataclass(frozen=True)
