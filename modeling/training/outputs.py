@@ -3,11 +3,10 @@
 An output takes the stage, a microbatch's hidden states (b·s/c, h) and its targets, and returns a sum over the microbatch. Those
 of microbatches are added. `Trainer` chooses one for each pass:
 
-    TokenLoss          cross-entropy or the user's loss; in evaluation followed by the user's metrics
-    PairLoss           loss of preference pairs; in evaluation with their number and metrics
-    LogProbabilities   collects those of the pairs' answers
-    HiddenStates       collects the hidden states of the first microbatches
-    nothing            computes nothing
+    TokenLoss   cross-entropy or the user's loss; in evaluation followed by the user's metrics
+    PairLoss    loss of preference pairs; in evaluation with their number and metrics
+    Collector   keeps log-probabilities of the pairs' answers, or hidden states
+    nothing     computes nothing
 """
 
 from __future__ import annotations
@@ -74,6 +73,11 @@ class Pairs:
         width = 1 if numbers is None else self.answers
         return stage.token_losses(x.detach(), wanted), wanted, answer, numbers, rows, width
 
+    def log_probabilities(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities (b, answers) of the answers, partial sums over this rank's tokens."""
+        losses, *_, numbers, _, width = self.losses(stage, x, targets)
+        return self.functions.log_probabilities(losses, numbers, width)
+
 
 @dataclass
 class PairLoss:
@@ -101,30 +105,17 @@ class PairLoss:
 
 
 @dataclass
-class LogProbabilities:
-    """Collects the log-probabilities (b, answers) of each microbatch, partial sums over a rank's tokens."""
+class Collector:
+    """Collects what another output returns for the first `count` microbatches; None: for all."""
 
-    pairs: Pairs
+    output: Output
     zero: Tensor
+    count: int | None = None
     collected: list[Tensor] = field(default_factory=list)
 
     def __call__(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        losses, *_, numbers, _, width = self.pairs.losses(stage, x, targets)
-        self.collected.append(self.pairs.functions.log_probabilities(losses, numbers, width))
-        return self.zero
-
-
-@dataclass
-class HiddenStates:
-    """Collects the hidden states of the first `count` microbatches."""
-
-    zero: Tensor
-    count: int
-    collected: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        if len(self.collected) < self.count:
-            self.collected.append(x.detach())
+        if self.count is None or len(self.collected) < self.count:
+            self.collected.append(self.output(stage, x, targets))
         return self.zero
 
 

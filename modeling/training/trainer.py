@@ -47,15 +47,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.supervision.watchdog import Timeouts
 from modeling.training import multi_token, user_functions
 from modeling.training.multi_token import MultiTokenLoss
-from modeling.training.outputs import (
-    HiddenStates,
-    LogProbabilities,
-    Output,
-    PairLoss,
-    Pairs,
-    TokenLoss,
-    nothing,
-)
+from modeling.training.outputs import Collector, Output, PairLoss, Pairs, TokenLoss, nothing
 from modeling.training.preference import loss as preference
 from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.step_functions import StepFunctions
@@ -421,7 +413,7 @@ class Trainer:
 
     def hidden_states(self, batch: Batch, microbatches: int) -> list[Tensor]:
         """Final hidden states of each of the batch's first microbatches; empty without the last stage."""
-        output = HiddenStates(self._zero, microbatches)
+        output = Collector(lambda stage, x, targets: x.detach(), self._zero, microbatches)
         self._run(output, *self._shard(batch))
         return output.collected
 
@@ -433,7 +425,7 @@ class Trainer:
     def _log_probabilities(
         self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]
     ) -> Tensor:
-        output = LogProbabilities(self._pairs, self._zero)
+        output = Collector(self._pairs.log_probabilities, self._zero)
         self._run(output, tokens, targets, masks)
         if self.last:
             return self.functions.concatenate(output.collected)
