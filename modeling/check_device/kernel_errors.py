@@ -34,7 +34,7 @@ from modeling.check_device.kernel_check import (
 from modeling.check_device.product_errors import layer_kernels, tokens_of
 from modeling.compilation.compilers import COMPILERS
 from modeling.compilation.graph_cache import compile_regions, function_compiler
-from modeling.models.build import build_mesh, build_stage, device_of, expert_layers, partition_layers
+from modeling.models.build import build_mesh, build_stage, device_of, experts_by_layer, partition_layers
 from modeling.models.rope import score_factor
 from modeling.planning.memory import plan_buckets
 from modeling.planning.stage_costs import META, StageCosts
@@ -66,7 +66,6 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
     """The kernels that training with this profile uses."""
     model, tensor = profile.model, profile.parallel.tensor
     queries, kv, s, d = _attention_sizes(profile)
-    shard = _shard(profile)
     rows, tokens = -(-model.vocab_size // tensor), _loss_tokens(profile)
     heads = f"{queries} query and {kv} KV heads of {d}"
     ring, windows = _uses_ring(profile)
@@ -79,15 +78,12 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
         length = _ring_tokens(profile)
         shape = f"{heads}, {length} tokens of each of 2 ranks"
         found.append(KernelCheck("ring attention", shape, partial(ring_errors, profile)))
-    found += [
-        KernelCheck(
-            "loss", f"{tokens} × {model.hidden_size} by {rows} tokens", partial(loss_errors, profile)
-        ),
-        KernelCheck("update", f"{shard} elements", partial(update_errors, profile)),
-    ]
+    loss = f"{tokens} × {model.hidden_size} by {rows} tokens"
+    found.append(KernelCheck("loss", loss, partial(loss_errors, profile)))
+    found.append(KernelCheck("update", f"{_shard(profile)} elements", partial(update_errors, profile)))
     layer = next(filter(model.has_experts, range(model.num_hidden_layers)), None)
     if layer is not None:
-        (experts,) = expert_layers(StageCosts(profile).module(range(layer, layer + 1)))
+        (experts,) = experts_by_layer([StageCosts(profile).module(range(layer, layer + 1))]).values()
         found.append(_experts(profile, experts))
     return [*found, *layer_kernels(profile)]
 
@@ -99,12 +95,8 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
     over a context axis, as for one rank of it: both causal squares, and a block of queries against earlier keys.
     """
     queries, kv, s, d = _attention_sizes(profile)
-    heads = (
-        (queries, d),
-        (kv, d),
-        (kv, profile.model.v_head_dim or d),
-        (queries, profile.model.v_head_dim or d),
-    )
+    value = profile.model.v_head_dim or d
+    heads = (queries, d), (kv, d), (kv, value), (queries, value)
     inputs = [normal(number, 1, n, s, width) for number, (n, width) in enumerate(heads)]
     inputs += [normal(4, queries)] if _has_sinks(profile) else []
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None

@@ -120,7 +120,7 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         device=device,
     )
     model.device = device_of(profile)
-    for layer in expert_layers(model):
+    for layer in experts_by_layer([model]).values():
         layer.options = build_expert_options(profile)
         if layer.routing.selection_bias:
             layer.router.move_selection_bias(profile.train.expert_bias_step)
@@ -132,11 +132,6 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     if profile.lora.rank:
         apply_lora(model, profile.lora, profile.model, mesh, profile.parallel.sequence_parallel)
     return model
-
-
-def expert_layers(model: LanguageModel) -> list[MixtureOfExperts]:
-    """The mixtures of experts of a stage, in order."""
-    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def experts_by_layer(stages: Iterable[LanguageModel]) -> dict[int, MixtureOfExperts]:

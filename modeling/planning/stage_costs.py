@@ -22,7 +22,7 @@ from modeling.models.build import (
     build_model,
     defers_weight_gradients,
     device_of,
-    expert_layers,
+    experts_by_layer,
     gathers_in_graph,
     layer_modes,
 )
@@ -137,10 +137,7 @@ class StageCosts:
         """Costs of a layer with a mode of activation checkpointing; equal layers share one object."""
         train, model = self.profile.train, self.profile.model
         last = layer == model.num_hidden_layers - 1
-        kind = (
-            *(model.window(layer), model.has_experts(layer), model.has_rope(layer)),
-            model.is_linear(layer),
-        )
+        kind = model.window(layer), model.has_experts(layer), model.has_rope(layer), model.is_linear(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         # the loss's chunk depends on the accelerator's memory and speed
         accelerator = self.profile.cluster.accelerator if last else None
@@ -208,7 +205,7 @@ class StageCosts:
                     if stage.last:
                         stage.loss(y, tokens)
             if counts_choices(self.profile):
-                with torch.no_grad(), counting_choices(expert_layers(stage)):
+                with torch.no_grad(), counting_choices(experts_by_layer([stage]).values()):
                     stage(x, positions, documents, padding=padding, following=following)
             y = stage(x, positions, documents, keys, padding, following)
             if stage.last:

@@ -43,7 +43,7 @@ from modeling.models.build import (
     build_mesh,
     build_optimizer,
     build_stage,
-    expert_layers,
+    experts_by_layer,
     layer_modes,
     partition_layers,
 )
@@ -307,7 +307,7 @@ def _run_without_gradients(
     if compiles_loss:
         (model.token_losses if profile.objective.traits.pairs else model.loss)(y, batch.tokens)
     if profile.train.balance == "global":
-        with counting_choices(expert_layers(model)):
+        with counting_choices(experts_by_layer([model]).values()):
             forward(modules)
     if profile.scores_pairs_in_step:
         with without_updates(model):
