@@ -16,7 +16,7 @@ key heads of d elements and n value heads of u.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -125,16 +125,11 @@ class GatedDeltaNet(nn.Module):
 class Block(llama.Sublayers):
     """A block with full attention or a Gated DeltaNet; `offsets` are an argument of all blocks."""
 
-    def __init__(
-        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
-    ) -> None:
-        self.linear = model.is_linear(layer)
-        super().__init__(model, mesh, layer, norm, **options)
-
     def build_attention(
         self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]
     ) -> nn.Module:
-        kind = GatedDeltaNet if model.is_linear(layer) else llama.Attention
+        self.linear = model.is_linear(layer)
+        kind = GatedDeltaNet if self.linear else llama.Attention
         return kind(model, mesh, layer, **options)
 
     def forward(
@@ -192,26 +187,25 @@ def _of_key_head(model: Model) -> dict[str, int]:
     return {part: width // _key_heads(model) for part, width in model.linear_widths.items()}
 
 
-def _stacked(
-    projections: Mapping[str, Sequence[str]], grouped: bool = False
-) -> Iterator[tuple[str, HuggingFaceTensor]]:
+def _stacked(projections: Mapping[str, Sequence[str]], grouped: bool = False) -> dict[str, HuggingFaceTensor]:
     """The parts of our input projection in stored ones, which stack them, or those of each key head."""
     groups, widths = (_key_heads, _of_key_head) if grouped else (None, attrgetter("linear_widths"))
-    for stored, parts in projections.items():
-        for part in parts:
-            where = _rows_of(parts, part, widths)
-            tensor = HuggingFaceTensor(f"{_LAYER}.{stored}.weight", locate=where, groups=groups)
-            yield f"{_MIXER}.input.{part}.weight", tensor
-
-
-def _filters(name: str, parts: Sequence[str]) -> Iterator[tuple[str, HuggingFaceTensor]]:
-    """Our filters (channels, taps) of parts in a stored (channels, 1, taps)."""
-    for part in parts:
-        rows = _rows_of(parts, part, attrgetter("linear_widths"))
-        yield (
-            f"{_MIXER}.{part}.convolution",
-            HuggingFaceTensor(f"{_LAYER}.{name}.weight", locate=_first(rows)),
+    return {
+        f"{_MIXER}.input.{part}.weight": HuggingFaceTensor(
+            f"{_LAYER}.{stored}.weight", locate=_rows_of(parts, part, widths), groups=groups
         )
+        for stored, parts in projections.items()
+        for part in parts
+    }
+
+
+def _filters(name: str, parts: Sequence[str]) -> dict[str, HuggingFaceTensor]:
+    """Our filters (channels, taps) of parts in a stored (channels, 1, taps)."""
+    rows = {part: _rows_of(parts, part, attrgetter("linear_widths")) for part in parts}
+    return {
+        f"{_MIXER}.{part}.convolution": HuggingFaceTensor(f"{_LAYER}.{name}.weight", locate=_first(where))
+        for part, where in rows.items()
+    }
 
 
 def _first(rows: Locate) -> Locate:
@@ -279,33 +273,25 @@ _GATED_QUERIES = {
 _QWEN = {
     **_GATED_QUERIES,
     **_others("norm", "out_proj"),
-    **dict(_filters("conv1d", CONVOLVED)),
+    **_filters("conv1d", CONVOLVED),
 }
 QWEN3_5 = {
     **llama.WEIGHTS,
     **_QWEN,
-    **dict(
-        _stacked({"in_proj_qkv": CONVOLVED, "in_proj_z": ("gate",), "in_proj_b": ("b",), "in_proj_a": ("a",)})
-    ),
+    **_stacked({"in_proj_qkv": CONVOLVED, "in_proj_z": ("gate",), "in_proj_b": ("b",), "in_proj_a": ("a",)}),
 }
 QWEN3_NEXT = {
     **mixtral.Qwen3Moe.weights,
     **_QWEN,
-    **dict(_stacked({"in_proj_qkvz": PARTS[:4], "in_proj_ba": PARTS[4:]}, grouped=True)),
+    **_stacked({"in_proj_qkvz": PARTS[:4], "in_proj_ba": PARTS[4:]}, grouped=True),
     **mixtral.shared_weights("mlp.shared_expert"),
     **renamed({"layers.{}.shared_gate": "model.layers.{}.mlp.shared_expert_gate"}),
 }
 OLMO = {
     **llama.WEIGHTS,
     **_others("o_norm", "o_proj"),
-    **{
-        name: tensor
-        for part, stored in zip(
-            PARTS, ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), strict=True
-        )
-        for name, tensor in _stacked({stored: (part,)})
-    },
-    **{name: tensor for part in CONVOLVED for name, tensor in _filters(f"{part}_conv1d", (part,))},
+    **_stacked({f"{stored}_proj": (part,) for part, stored in zip(PARTS, "qkvgba", strict=True)}),
+    **{name: where for part in CONVOLVED for name, where in _filters(f"{part}_conv1d", (part,)).items()},
     "layers.{}.attention_norm.weight": _by_kind(
         "model.layers.{}.attention_layer_norm.weight", "model.layers.{}.post_attention_layernorm.weight"
     ),
