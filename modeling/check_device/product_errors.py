@@ -35,11 +35,8 @@ def layer_kernels(profile: Profile) -> list[KernelCheck]:
     found = [KernelCheck("norm", f"{tokens} × {hidden}", partial(norm_errors, norm, tokens, hidden))]
     if matrices:
         shapes = ", ".join(f"{outputs} × {inputs}" for outputs, inputs in matrices)
-        found.append(
-            KernelCheck(
-                "products", f"{tokens} tokens by {shapes}", partial(product_errors, [*matrices], tokens)
-            )
-        )
+        errors = partial(product_errors, [*matrices], tokens)
+        found.append(KernelCheck("products", f"{tokens} tokens by {shapes}", errors))
     return [*found, *fp8_products(profile)]
 
 

@@ -303,16 +303,11 @@ class Samples:
 
     def by_source(self) -> dict[str, Samples]:
         """The samples of each source separately, by its name; without sources shorter than a window."""
-        sources = self.corpus.sources.items()
-        found = {name: stream for name, stream in sources if stream.tokens > self.sequence_length}
+        s = self.sequence_length
         return {
-            name: Samples(
-                replace(self.corpus, streams=[stream]),
-                self.sequence_length,
-                None,
-                global_batch=self.global_batch,
-            )
-            for name, stream in found.items()
+            name: Samples(replace(self.corpus, streams=[stream]), s, None, global_batch=self.global_batch)
+            for name, stream in self.corpus.sources.items()
+            if stream.tokens > s
         }
 
     def shuffled(self, batch: int) -> Samples:

@@ -347,10 +347,8 @@ class _ReplayOrder:
 
     def __init__(self, replay: Replay, windows: int, seed: int) -> None:
         history = replay.streams
-        counts = [
-            windows - sum(stream.windows for stream in history),
-            *(stream.windows for stream in history),
-        ]
+        replayed = [stream.windows for stream in history]
+        counts = [windows - sum(replayed), *replayed]
         seeds = [seed, *(stream.seed for stream in history)]
         self._mixture = MixtureSchedule(replay.phases)
         # number of each stream's first sample

@@ -38,11 +38,8 @@ def inverse_frequencies(model: Model) -> Tensor:
         return 1.0 / (scaling.factor * wavelengths) * (1 - smooth) + theta * smooth
     # llama3: by wavelength, relative to the context length of the original training
     wavelength = 2 * math.pi / theta
-    original, low, high = (
-        scaling.original_max_position_embeddings,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-    )
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = (original / wavelength - low) / (high - low)
     between = (1 - smooth) * theta / scaling.factor + smooth * theta
     scaled = torch.where(wavelength > original / low, theta / scaling.factor, between)

@@ -333,17 +333,14 @@ class TrainingRun:
             Whether the run can continue; False after `train.rollbacks` rollbacks, or without such a checkpoint.
         """
         first_bad, last_bad = self.step - self.guard.skipped_in_a_row + 1, self.step
+        skipped = f"steps {first_bad} to {last_bad} were skipped"
         exhausted = len(self.data.excluded) >= self.settings.rollbacks
         begun = time.monotonic()
         found = None if exhausted else self.checkpoints.roll_back(first_bad)
         if found is None:
-            cause = (
-                f"rolled back {counted(len(self.data.excluded), 'time')}"
-                if exhausted
-                else "no earlier checkpoint"
-            )
+            rollbacks = counted(len(self.data.excluded), "time")
+            cause = f"rolled back {rollbacks}" if exhausted else "no earlier checkpoint"
             if self.reporter:
-                skipped = f"steps {first_bad} to {last_bad} were skipped"
                 log.warning(f"stopped: {skipped}; {cause}")
                 self.reporter.event("stopped", last_bad, f"{skipped}; {cause}")
             return False
@@ -352,7 +349,6 @@ class TrainingRun:
         self.guard = self._make_guard(state)
         self.data.seek(self.step)
         if self.reporter:
-            skipped = f"steps {first_bad} to {last_bad} were skipped"
             reason = f"rolled back to step {self.step}: {skipped}; their samples are excluded"
             log.warning(reason)
             self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))

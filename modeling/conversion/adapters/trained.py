@@ -32,11 +32,8 @@ class TrainedAdapters(Adapters):
         if not profile.lora.rank:
             raise ValueError(f"{folder}: not a checkpoint of LoRA adapters")
         self.model, self._lora, self.base = profile.model, profile.lora, profile.init.from_
-        self.rank, self.dropout, self.dtype = (
-            profile.lora.rank,
-            profile.lora.dropout,
-            DTYPES[profile.train.precision],
-        )
+        self.rank, self.dropout = profile.lora.rank, profile.lora.dropout
+        self.dtype = DTYPES[profile.train.precision]
         self._reader = Reader(folder, marker.get("files"))
 
     def __iter__(self) -> Iterator[Factors]:

@@ -74,12 +74,8 @@ def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> 
 def shared_weights(experts: str) -> dict[str, HuggingFaceTensor]:
     """Weights of the experts that all tokens share, by transformers' name of their module."""
     names = {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}
-    return renamed(
-        {
-            f"layers.{{}}.shared.{ours}": f"model.layers.{{}}.{experts}.{theirs}"
-            for ours, theirs in names.items()
-        }
-    )
+    stored = f"model.layers.{{}}.{experts}"
+    return renamed({f"layers.{{}}.shared.{ours}": f"{stored}.{theirs}" for ours, theirs in names.items()})
 
 
 class Mixtral(llama.Llama):
