@@ -270,7 +270,6 @@ def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def weight_decay_of(profile: Profile) -> WeightDecay:
-    """The weight decay of each parameter."""
     return WeightDecay(profile.train.weight_decay, profile.train.norm_weight_decay)
 
 

@@ -10,30 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Unpack
 
-from torch import Tensor
-
-from modeling.models.families import llama, mixtral
-from modeling.models.language_model import LayerOptions
+from modeling.models.families.mixtral import Mixtral
 from modeling.models.weight_names import HuggingFaceTensor, Index, locate_rows, renamed
-from parallel import Mesh
-from parallel.random import Keys
 from profiles.sections.model import Model
-
-
-class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
-        super().__init__(model, mesh, layer, **options)
-        self.clip = model.clip_qkv
-
-    def project(self, x: Tensor, keys: Keys | None) -> Tensor:
-        qkv = self.qkv(x, keys)
-        return qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
-
-
-class Block(mixtral.Block):
-    attention_layer = Attention
 
 
 def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
@@ -69,8 +49,7 @@ WEIGHTS = {
 }
 
 
-class Dbrx(llama.Llama):
+class Dbrx(Mixtral):
     """DBRX, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
-    block = Block
     weights = WEIGHTS

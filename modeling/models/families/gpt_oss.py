@@ -9,8 +9,8 @@ experts and attention have biases. Shapes as in `llama.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
@@ -33,7 +33,7 @@ class Attention(llama.Attention):
 
 class Block(mixtral.Block):
     attention_layer = Attention
-    expert_options: ClassVar[mixtral.ExpertLayerOptions] = {"bias": True, "activation": "clamped_silu"}
+    expert_options: ClassVar[Mapping[str, Any]] = {"bias": True, "activation": "clamped_silu"}
 
     def routing(self, model: Model) -> Routing:
         return Routing(required(model.num_experts), required(model.num_experts_per_tok), bias=True)

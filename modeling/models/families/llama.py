@@ -66,7 +66,7 @@ class Attention(AttentionLayer):
         family = model.family
         self.d, self.window = model.head_dim, model.window(layer)
         self.context, self.scale = mesh.context, model.score_scale
-        self.soft_cap = model.attn_logit_softcapping
+        self.soft_cap, self.clip = model.attn_logit_softcapping, model.clip_qkv
         self.rotates, self.adjacent = model.has_rope(layer), family.adjacent_pairs
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
@@ -90,7 +90,9 @@ class Attention(AttentionLayer):
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
     ) -> Tensor:
         heads = self.qkv.heads  # on this rank: n/t
-        qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d), with gates (b·s/c, (2n + 2k)/t·d)
+        qkv = self.qkv(x, keys)  # (b·s/c, (n + 2k)/t·d), with gates (b·s/c, (2n + 2k)/t·d)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         qkv = qkv.view(-1, cos.shape[1], qkv.shape[-1] // self.d, self.d)  # (b, s/c, (n + 2k)/t, d)
         if self.gated:
             gate, qkv = qkv[:, :, :heads], qkv[:, :, heads:]  # (b, s/c, n/t, d), (b, s/c, (n + 2k)/t, d)
@@ -122,10 +124,6 @@ class Attention(AttentionLayer):
         qk = self.normalize(qkv[:, :, :both])
         qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         return qk[:, :heads], qk[:, heads:], qkv[:, :, both:].transpose(1, 2)
-
-    def project(self, x: Tensor, keys: Keys | None) -> Tensor:
-        """Hidden states to Q, K and V heads (b·s/c, (n + 2k)/t·d); overridden by families that clip them."""
-        return self.qkv(x, keys)
 
     def normalize(self, qk: Tensor) -> Tensor:
         """Query and key heads (b, s/c, (n + k)/t, d) before rotation, normalized in families with QK-norms."""

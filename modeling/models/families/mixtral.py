@@ -9,7 +9,8 @@ Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypedDict, Unpack
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
@@ -24,17 +25,10 @@ from profiles.sections.base import required
 from profiles.sections.model import Model
 
 
-class ExpertLayerOptions(TypedDict, total=False):
-    """Further arguments of `MixtureOfExperts`, set by other families."""
-
-    bias: bool
-    activation: str
-
-
 class ExpertSublayers(llama.Sublayers):
     """What a block with experts consists of."""
 
-    expert_options: ClassVar[ExpertLayerOptions] = {}
+    expert_options: ClassVar[Mapping[str, Any]] = {}  # further arguments of `MixtureOfExperts`
     mlp: Any  # `MixtureOfExperts`, or an MLP in layers without experts
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
