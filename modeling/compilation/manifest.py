@@ -167,7 +167,6 @@ class Manifest:
 
     @classmethod
     def of(cls, programs: Iterable[Captured]) -> Manifest:
-        """The manifest of captured programs."""
         found: dict[str, dict[str, Lines]] = {}
         regions = set()
         for program in programs:
@@ -182,7 +181,6 @@ class Manifest:
         return cls(**found) if found.keys() == {"programs", "regions", "torch"} else None
 
     def write(self, folder: Path) -> None:
-        """Write FILE into a folder."""
         values = {"programs": self.programs, "regions": sorted(self.regions), "torch": self.torch}
         (folder / FILE).write_text(json.dumps(values, indent=0))
 

@@ -124,7 +124,6 @@ class Weights:
         del self.parts[HEAD]
 
     def without_modules(self) -> Weights:
-        """The weights without modules for multi-token prediction."""
         model = without_modules(self.model)
         kept = {name: self.parts[name] for name in global_shapes(model)}
         return Weights(model, kept, self.dtype)

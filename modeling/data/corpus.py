@@ -155,7 +155,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return int(self.counts.sum())
 
     def read(self, start: int, count: int) -> np.ndarray:

@@ -184,7 +184,6 @@ class Index:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return len(self.document_indices) - 1
 
 

@@ -169,12 +169,10 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The rows in a file."""
         with np.load(path) as arrays:
             return cls(**{field.name: arrays[field.name] for field in fields(cls)})
 
     def write(self, path: Path) -> None:
-        """Write a file."""
         with path.open("wb") as file:
             np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 

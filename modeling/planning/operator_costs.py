@@ -239,7 +239,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in a value."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 

@@ -61,7 +61,6 @@ class LayerCosts:
 
     @property
     def flops(self) -> int:
-        """FLOPs of forward and backward."""
         return sum(self.products.values())
 
 
@@ -87,7 +86,6 @@ class StageCosts:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of rank 0."""
         return build_mesh(self.profile, rank=0)
 
     @property

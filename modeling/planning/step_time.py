@@ -59,7 +59,6 @@ class StagePlan:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
         return sum(self.bytes.values())
 
 

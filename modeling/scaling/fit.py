@@ -55,7 +55,6 @@ class Observation:
 
     @property
     def flops(self) -> float:
-        """Training FLOPs."""
         return 6 * self.n * self.d
 
 

@@ -51,7 +51,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.profile.name
 
     @property

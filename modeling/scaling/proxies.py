@@ -40,7 +40,6 @@ class Proxy:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.run.name
 
 

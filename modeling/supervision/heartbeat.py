@@ -75,5 +75,4 @@ class WatchedProcess:
                     yield cls(int(path.name), deadline, stacks)
 
     def remove(self, folder: Path) -> None:
-        """Remove the heartbeat file."""
         (folder / str(self.pid)).unlink(missing_ok=True)

@@ -63,7 +63,6 @@ class TimeAccount:
         return _difference(self._totals, totals)
 
     def step(self, seconds: float, *, skipped: bool) -> None:
-        """Add a finished step."""
         self._steps += 1
         seconds, self._in_step = max(0.0, seconds - self._in_step), 0.0
         self._totals["skipped_seconds" if skipped else "trained_seconds"] += seconds
@@ -84,7 +83,6 @@ class TimeAccount:
             self.add(name, time.monotonic() - begun, in_step=in_step)
 
     def add(self, name: str, seconds: float, *, in_step: bool = False) -> None:
-        """Add seconds to a total."""
         self._totals[name] += seconds
         if in_step:
             self._in_step += seconds

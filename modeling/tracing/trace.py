@@ -189,7 +189,6 @@ class Recorder(graph_cache.RegionBackends):
         return captured
 
     def manifest(self) -> Manifest:
-        """The manifest of what was recorded."""
         return Manifest.of(captured for captured, _ in self.programs)
 
 

@@ -39,7 +39,6 @@ class ExpertLoad:
         return [max(row) * len(row) / max(sum(row), 1) for row in self.loads]
 
     def metrics(self) -> dict[str, Any]:
-        """Metrics over all layers, and by layer."""
         return {
             "balance_loss": sum(self.balance_losses),
             "router_z_loss": sum(self.z_losses),

@@ -424,7 +424,6 @@ class TrainingData:
 
 
 def make_optimizer(trainer: Trainer) -> ShardedAdamW:
-    """The optimizer of the trainer's parameters."""
     return build_optimizer(trainer.profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
 
 

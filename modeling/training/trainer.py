@@ -462,13 +462,11 @@ class Trainer:
 
 
 def preference_settings(profile: Profile) -> preference.LossSettings:
-    """The settings of a profile's loss of preference pairs."""
     objective, odds_ratio = profile.objective, profile.objective.traits.odds_ratio
     return preference.LossSettings(odds_ratio, objective.loss, objective.beta, objective.label_smoothing)
 
 
 def timeouts_of(profile: Profile) -> Timeouts:
-    """The timeouts of a profile's run."""
     cluster = profile.cluster
     return Timeouts(
         cluster.hang_factor,

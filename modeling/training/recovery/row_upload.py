@@ -49,7 +49,6 @@ class RowUpload:
         self._pending = None
 
     def close(self) -> None:
-        """End the background thread."""
         self._pool.shutdown()
 
     @explained()
