@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -219,7 +219,7 @@ def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[St
         buckets, microbatches = plan_buckets(*modules), memory.microbatches_in_flight(profile, rank)
         working = memory.eager_working_bytes(stages, microbatches) + memory.choice_bytes(profile, layers)
         held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
-        traffic = optimizer_traffic(profile, buckets)
+        accumulated, updated, update_flops = optimizer_traffic(profile, buckets)
         every = [layer for stage in stages for layer in stage]
         distinct = {id(layer): layer for layer in every}  # equal layers are one object
         beside = {key: beside_experts(profile, layer, software) for key, layer in distinct.items()}
@@ -232,9 +232,9 @@ def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[St
             rate=rate,
             attention=attention,
             communication=_communication_bytes(profile, costs, stages, buckets),
-            accumulated=traffic.accumulated,
-            updated=traffic.updated,
-            update_flops=traffic.flops,
+            accumulated=accumulated,
+            updated=updated,
+            update_flops=update_flops,
             beside_experts=profile.accumulation_steps * sum(beside[id(layer)] for layer in every),
         )
 
@@ -272,16 +272,8 @@ def _communication_bytes(
     }
 
 
-class OptimizerTraffic(NamedTuple):
-    """Bytes that a rank's optimizer reads and writes in a step, and its matrix products."""
-
-    accumulated: int  # during the microbatches, between forward and backward passes
-    updated: int  # after the last one
-    flops: float  # of matrix products, after the last one
-
-
-def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> OptimizerTraffic:
-    """Memory traffic of a step; `buckets`: result of `plan_buckets`.
+def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> tuple[int, int, float]:
+    """Bytes that a rank's optimizer accesses during and after a step's microbatches; FLOPs of its update.
 
     Of one device at bf16 with float32 gradients and one microbatch, 48 bytes per parameter: 6 to accumulate, 8 for the norms of
     gradients and weights, 28 for AdamW and 6 for the bf16 copy. What other ranks update counts on them: with d shards, all but
@@ -314,7 +306,7 @@ def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> Opt
         if bucket.scaled:
             updated += shard * 2 * WIDE
         multiply_adds += bucket.multiply_adds // (bucket.shards * profile.parallel.tensor)
-    return OptimizerTraffic(accumulated, updated, 2.0 * multiply_adds)
+    return accumulated, updated, 2.0 * multiply_adds
 
 
 def device_bytes(profile: Profile) -> int:
