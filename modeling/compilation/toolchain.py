@@ -86,10 +86,8 @@ def _fault(compiler: str, folder: Path) -> str | None:
             built = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
             if built.returncode:
                 killed = "killed\n" if built.returncode < 0 else ""
-                return (
-                    of_machine(killed + built.stderr)
-                    or f"no working C++ compiler ({_first_error(built.stderr)})"
-                )
+                reason = of_machine(killed + built.stderr)
+                return reason or f"no working C++ compiler ({_first_error(built.stderr)})"
             ctypes.CDLL(str(library))
     except subprocess.TimeoutExpired:
         return f"no C++ compiler that ends within {TIMEOUT:.0f} s ({compiler})"

@@ -129,12 +129,8 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
             except RuntimeError as error:
                 if "mmap can only be used" not in str(error):
                     raise
-            size = path.stat().st_size >> 20
-            log.info(
-                "%s: saved in the format that torch used before 1.6; reading all %d MB into memory",
-                path.name,
-                size,
-            )
+            form, size = "saved in the format that torch used before 1.6", path.stat().st_size >> 20
+            log.info("%s: %s; reading all %d MB into memory", path.name, form, size)
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -108,8 +107,7 @@ def plan_buckets(profile: Profile, stages: Sequence[LanguageModel]) -> list[Plan
     return [*trained, *(PlannedBucket.of(profile, members) for members in [groups.frozen] if members)]
 
 
-@dataclass(frozen=True)
-class _Packing:
+class _Packing(NamedTuple):
     """Where a bucket has its parameters (`parallel.optimizer.matrices.Packing`)."""
 
     slots: list[Slot]
@@ -253,9 +251,8 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
         if bucket.frozen:
             if not bucket.resident:
                 gathered = frozen_passes * profile.accumulation_steps if bucket.block and not keeps else 1
-                communication[shards] += (
-                    bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
-                )
+                sent = bucket.size * gathered * weight
+                communication[shards] += sent * (bucket.shards - 1) // bucket.shards
             continue
         gathered = scattered = 1  # times per step
         if not bucket.resident and not keeps:
@@ -271,9 +268,8 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
                 communication[axis] = communication.get(axis, 0) + size * (ranks - 1) // ranks
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         communication[shards] += exchanged * (bucket.shards - 1) // bucket.shards
-        communication[replicas] += (
-            2 * bucket.size * gradient // bucket.shards * (bucket.replicas - 1) // bucket.replicas
-        )
+        reduced = 2 * bucket.size * gradient // bucket.shards
+        communication[replicas] += reduced * (bucket.replicas - 1) // bucket.replicas
     return communication
 
 
@@ -289,14 +285,8 @@ def microbatches_in_flight(profile: Profile, rank: int) -> float:
     """
     parallel = profile.parallel
     stages = len(partition_layers(profile)[rank :: parallel.pipeline])
-    return in_flight(
-        parallel.schedule,
-        parallel.pipeline,
-        rank,
-        profile.accumulation_steps,
-        stages_per_rank=stages,
-        extra_forwards=extra_warmup_forwards(profile),
-    )
+    schedule = parallel.schedule, parallel.pipeline, rank, profile.accumulation_steps
+    return in_flight(*schedule, stages_per_rank=stages, extra_forwards=extra_warmup_forwards(profile))
 
 
 def rank_bytes(

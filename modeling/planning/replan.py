@@ -41,9 +41,8 @@ def replan(profile: Profile, accelerator: str) -> dict[str, Any]:
         found, rejected = search(candidate)
         if found:
             return cluster | found[0].overrides
-    reason = next(
-        (each.reason for each in rejected if each.reason != "memory"), "no topology fits its memory"
-    )
+    rules = (each.reason for each in rejected if each.reason != "memory")
+    reason = next(rules, "no topology fits its memory")
     raise ProfileError("--hardware", accelerator, f"{reason}, on {fewest} to {nodes} nodes")
 
 

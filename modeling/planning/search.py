@@ -102,15 +102,10 @@ class Variation:
 
     def neighbours(self, profile: Profile) -> Iterator[Variation]:
         """Variations with one change, and some with two that belong together."""
-        changes: list[dict[str, Any]] = [
-            {name: value} for name, values in self._nearby(profile).items() for value in values
-        ]
-        shards = [
-            None,
-            self.shard_degree and self.shard_degree * 2,
-            self.shard_degree and self.shard_degree // 2,
-        ]
-        changes += [{"sharding": "fsdp", "shard_degree": degree} for degree in shards]
+        nearby, own = self._nearby(profile).items(), self.shard_degree
+        changes: list[dict[str, Any]] = [{name: value} for name, values in nearby for value in values]
+        degrees = None, own and own * 2, own and own // 2
+        changes += [{"sharding": "fsdp", "shard_degree": degree} for degree in degrees]
         changes.append({"sharding": "fsdp", "shard_degree": profile.cluster.devices_per_node // self.tensor})
         changes.append({"sharding": "zero1", "shard_degree": None})
         if self.tensor > 1:  # what a smaller tensor group leaves to hold, other axes divide

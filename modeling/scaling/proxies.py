@@ -185,9 +185,8 @@ def _proxy(
     for known, source in zip(data_sources.names(profile.data), profile.data.sources, strict=True):
         if source.use == "validation" or known in sources:
             weight = 1.0 if weights and source.use != "validation" else None
-            kept.append(
-                source.model_copy(update={"weight": weight}).model_dump(mode="json", exclude_none=True)
-            )
+            weighted = source.model_copy(update={"weight": weight})
+            kept.append(weighted.model_dump(mode="json", exclude_none=True))
     changes = [f"data.sources={json.dumps(kept)}", "evaluate.by_source=true"]
     if weights:
         change = {"step": 1, "weights": [weights[known] for known in sources]}

@@ -101,13 +101,10 @@ def _nvml(stack: contextlib.ExitStack) -> Iterator[Readings]:
 
 def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
     """Readings of all Neuron cores in use on this host."""
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
         monitor = subprocess.Popen(
-            ["neuron-monitor"],
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            ["neuron-monitor"], text=True, errors="replace", stdout=pipe, stderr=nothing
         )
     except OSError:
         return

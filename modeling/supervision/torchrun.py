@@ -71,9 +71,8 @@ class Ranks(multiprocessing.SubprocessContext):
 
 def main(arguments: list[str] | None = None) -> int:
     signal.signal(STOP, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # if inherited as ignored, the exit codes of ranks would be lost
+    # If inherited as ignored, the exit codes of ranks would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     vars(multiprocessing)["SubprocessContext"] = Ranks
     raise_file_limit()
     arguments = sys.argv[1:] if arguments is None else arguments

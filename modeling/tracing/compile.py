@@ -116,11 +116,8 @@ def describe(error: BaseException) -> str:
 def _source_location(frame: tuple[str, str]) -> str | None:
     """A (file, line) as `Class.function (path:line: code)`; None for other libraries' code."""
     path, line = Path(frame[0]), int(frame[1])
-    if not (
-        path.is_relative_to(ROOT)
-        and path.relative_to(ROOT).parts[0] in PACKAGES
-        and state_files.is_file(path)
-    ):
+    ours = any(path.is_relative_to(ROOT / package) for package in PACKAGES)
+    if not (ours and state_files.is_file(path)):
         return None
     source = path.read_text()
     names = [

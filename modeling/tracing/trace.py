@@ -208,9 +208,8 @@ def run_stage(
     """
     settings = profile.train
     # Operators dispatch, and compilers look up graphs, by whether kernels must be deterministic.
-    chosen = devices.resolve(profile.cluster.device).chosen_kernels(
-        settings.deterministic, settings.precision
-    )
+    kind = devices.resolve(profile.cluster.device)
+    chosen = kind.chosen_kernels(settings.deterministic, settings.precision)
     with chosen, fake_world(profile, number, rank) as mesh, fake:
         device = devices.for_traces(profile.cluster.device)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)

@@ -173,9 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
 def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:
     """Load the weights of a complete checkpoint; returns its step. Raises ValueError if missing."""
     profile = trainer.profile
-    saved = dict(
-        locations.complete_checkpoints(options.checkpoints or options.run_folder / run_files.CHECKPOINTS)
-    )
+    folder = options.checkpoints or options.run_folder / run_files.CHECKPOINTS
+    saved = dict(locations.complete_checkpoints(folder))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     reject_beyond_last_step(profile, saved)

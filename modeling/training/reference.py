@@ -52,9 +52,8 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
         tenth = (index + 1) * 10 // passes > index * 10 // passes
         if trainer.leader and tenth and time.monotonic() - shown_at >= LINE_SECONDS:
             shown_at = time.monotonic()
-            log.info(
-                f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} samples"
-            )
+            done = min((index + 1) * count, samples.windows)
+            log.info(f"reference: {done:,} of {samples.windows:,} samples")
     return np.concatenate(found)[: samples.sizes(0, samples.windows).sum()].astype(np.float32)
 
 
