@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from profiles.files import state_files
+from profiles.files import folders, state_files
 
 MAX_VALUE_LENGTH = 80  # characters
 MAX_PATH_LENGTH = 4096  # characters, PATH_MAX on Linux
@@ -114,6 +114,14 @@ def closest(name: str, known: Iterable[str], most: int = FEW) -> list[str]:
     return difflib.get_close_matches(name, names) or names[:most]
 
 
+def names_in(folder: Path, pattern: str) -> list[str]:
+    """Names in a folder to suggest: those that begin a path of this pattern; none if that cannot be read."""
+    try:
+        return [path.relative_to(folder).parts[0] for path in folders.find(folder, pattern)]
+    except OSError:  # the error that suggests them is about another path
+        return []
+
+
 def closest_files(path: str, pattern: str = "*", folder: Path | None = None) -> list[str]:
     """Paths beside one that is missing, with the most similar names.
 
@@ -122,5 +130,5 @@ def closest_files(path: str, pattern: str = "*", folder: Path | None = None) -> 
         folder: that a path is relative to, if not the working folder.
     """
     missing = Path(path)
-    names = [each.name for each in Path(folder or "", missing.expanduser()).parent.glob(pattern)]
+    names = names_in(Path(folder or "", missing.expanduser()).parent, pattern)
     return [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, names)]

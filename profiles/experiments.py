@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from profiles.errors import ProfileError, closest_files
-from profiles.files import yaml_text
+from profiles.files import folders, yaml_text
 from profiles.sections.base import NAME, Count, Fraction, Rate, Section, Size
 from profiles.sections.data import WORTHWHILE_PASSES
 from profiles.validation_errors import profile_error
@@ -192,7 +192,7 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
     kind = cls.__name__.lower()
     path = Path(file).expanduser()
     if "/" not in str(file) and path.suffix not in (".yaml", ".yml"):
-        found = sorted(cls.shipped.glob("*.yml")) if cls.shipped else []
+        found = folders.matches(cls.shipped, "*.yml") if cls.shipped else []
         known = {each.stem: each for each in found}
         if str(file) not in known:
             reason = "is neither a shipped file nor a path that ends in .yaml"

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from profiles import local_paths, renamed_keys
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest_files
-from profiles.files import state_files, yaml_text
+from profiles.files import folders, state_files, yaml_text
 from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.schema import Profile
@@ -83,8 +83,8 @@ def _shipped() -> dict[str, Path]:
 
     Those made from an overlay (`_on_hardware`) have a path within it.
     """
-    files = {path.stem: path for path in SHIPPED.rglob("*.yaml")}
-    for overlay in HARDWARE.glob("*.yml"):
+    files = {path.stem: path for path in folders.find(SHIPPED, "**/*.yaml")}
+    for overlay in folders.matches(HARDWARE, "*.yml"):
         for model in yaml_text.read(overlay)["models"]:
             name = f"{model}-{overlay.stem}"
             files[name] = overlay / f"{name}.yaml"
@@ -101,7 +101,7 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         return _shipped()[name_or_path]
     if name_or_path and state_files.is_dir(path):
         reason = "is a folder; a profile is a name (see `trainshed profiles`) or the path of a YAML file"
-        found = sorted(str(Path(name_or_path) / each.name) for each in path.glob("*.y*ml"))
+        found = [str(Path(name_or_path) / each.name) for each in folders.matches(path, "*.y*ml")]
         raise ProfileError(key, name_or_path, reason, found[:5])
     if names_file:
         close = closest_files(name_or_path, "*.y*ml", folder)

@@ -39,7 +39,7 @@ from flows.ui.console import print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from profiles.files.retry_policies import SERVER_BUSY
 from profiles.rules.cluster import ACCELERATORS
 
@@ -227,7 +227,7 @@ def _profile_starts_here(name: str) -> bool:
         known = _slurm_accelerators()
         return not known or cluster.accelerator in (None, *known)
     devices = DEVICES.get(cluster.device)
-    return cluster.launcher != "local" or devices is None or bool([*Path("/dev").glob(devices)])
+    return cluster.launcher != "local" or devices is None or bool(folders.matches(Path("/dev"), devices))
 
 
 @cache
@@ -289,7 +289,7 @@ def _digest(home: Path, api: str, wanted: Sequence[Mapping[str, Any]], folder: s
     found = hashlib.sha256(f"{version('prefect')} {folder}".encode())
     found.update(json.dumps(wanted).encode())
     for pattern in SOURCES:
-        for path in sorted(home.glob(pattern)):
+        for path in sorted(folders.find(home, pattern)):
             found.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
     kept = [
         [(each.get("global_concurrency_limit") or {}).get("limit"), *(each.get(name) for name in FIELDS)]

@@ -34,7 +34,7 @@ from modeling.compilation import toolchain
 from modeling.compilation.manifest import without_random_state
 from parallel import device as devices
 from parallel.host_products import ONEDNN_PRODUCTS
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
@@ -311,7 +311,7 @@ class Neuron(Compiler):
 
 
 def _count_neffs(folder: Path) -> int:
-    return sum(1 for _ in folder.rglob("*.neff"))
+    return sum(name.endswith(".neff") for name, _ in folders.walk(folder))
 
 
 COMPILERS: dict[str, type[Compiler]] = {"inductor": Inductor, "neuron": Neuron}

@@ -29,7 +29,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from parallel.checkpoint.object_stores import PAGE, delete, explained, guard_answers, renew_credentials
+from parallel.checkpoint.object_stores import (
+    PAGE,
+    delete,
+    explained,
+    find,
+    guard_answers,
+    make_folder,
+    renew_credentials,
+)
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -126,7 +134,7 @@ def write_marker(checkpoint: Location, marker: dict[str, Any]) -> None:
 def claim(location: Location, owner: str) -> None:
     """Record who may write below a location, until another writer claims it."""
     files, root = filesystem(location)
-    files.makedirs(root, exist_ok=True)
+    make_folder(files, root)
     files.pipe_file(f"{root}/{OWNER}", owner.encode())
 
 
@@ -256,7 +264,7 @@ def move_aside(location: Location, steps: list[int], aside: Location) -> None:
     """Move these steps' checkpoints to another location; complete a move that was interrupted."""
     files, root = filesystem(location)
     target = filesystem(aside)[1]
-    files.makedirs(target, exist_ok=True)
+    make_folder(files, target)
     for step in steps:
         _move(files, f"{root}/step_{step}", f"{target}/step_{step}")
 
@@ -273,7 +281,7 @@ def quarantine(location: Location, step: int, reason: str) -> Location:
     # In an object store, one without its marker is the copy of an interrupted move, which continues.
     marker = "" if is_local(files) else f"/{CORRUPTED_MARKER}"
     name += _free_suffix(files, f"{root}/{name}", marker) if _exists(files, f"{root}/{name}{marker}") else ""
-    files.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
+    make_folder(files, f"{root}/{QUARANTINE}")
     _move(files, f"{root}/step_{step}", f"{root}/{name}", marker=CORRUPTED_MARKER)
     if not _is_link(files, f"{root}/{name}"):
         files.pipe_file(f"{root}/{name}/reason.txt", f"{reason}\n".encode())
@@ -325,7 +333,7 @@ def _require_removed(files: AbstractFileSystem, root: str) -> None:
 
     It reports each refused deletion in an answer with status 200.
     """
-    if not is_local(files) and (left := files.find(root)):
+    if not is_local(files) and (left := find(files, root)):
         objects = f"{len(left):,} object{'s' * (len(left) != 1)}"
         reason = f"the object store refused to delete {objects} (permission, or an object lock)"
         raise PermissionError(errno.EACCES, reason, root)
@@ -333,7 +341,7 @@ def _require_removed(files: AbstractFileSystem, root: str) -> None:
 
 def _object_sizes(files: AbstractFileSystem, root: str) -> dict[str, int]:
     """Sizes in bytes of the objects below a prefix, by the rest of their names; empty if there are none."""
-    return {path.removeprefix(root): entry["size"] for path, entry in files.find(root, detail=True).items()}
+    return {path.removeprefix(root): entry["size"] for path, entry in find(files, root).items()}
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:

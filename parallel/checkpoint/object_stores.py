@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 NOT_SUPPORTED = (400, 411, 501)  # HTTP status codes of servers that do not know a header, or require another
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # they list everything below a prefix at once
 PARALLEL_DELETES = 16
 OBJECTS = ("GetObject", "HeadObject")  # operations whose answers have the type of an object
 PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
@@ -90,6 +91,42 @@ async def _reject_page(http_response: Any, model: Any, **_: Any) -> None:
         raise ConnectionError(f"{http_response.url}: {reason}")
 
 
+def is_object_store(files: AbstractFileSystem) -> bool:
+    """Whether a file system has no folders, only names with a prefix."""
+    names = files.protocol
+    return not OBJECT_STORES.isdisjoint([names] if isinstance(names, str) else names)
+
+
+def find(files: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+    """fsspec's description of each file below a folder or prefix, by path; empty if it does not exist.
+
+    Raises OSError if a folder cannot be listed. Of a file system with folders, fsspec's `find` leaves out what is in it.
+    """
+    if is_object_store(files):
+        found: Any = files.find(root, detail=True)
+        # adlfs returns a list for a single file.
+        return found if isinstance(found, dict) else {path: files.info(path) for path in found}
+    found, folders = {}, [root]
+    while folders:
+        folder = folders.pop()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for entry in files.ls(folder, detail=True):
+                if entry["type"] != "directory":
+                    found[entry["name"]] = entry
+                elif entry["name"].rstrip("/") != folder:
+                    folders.append(entry["name"].rstrip("/"))
+    return dict(sorted(found.items()))
+
+
+def make_folder(files: AbstractFileSystem, path: str) -> None:
+    """Create a folder and its parents, unless it exists; object stores need none.
+
+    There, fsspec would ask whether the bucket exists, and create one if it cannot tell.
+    """
+    if not is_object_store(files):
+        files.makedirs(path, exist_ok=True)
+
+
 def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:
     """Delete a folder, or objects, in requests of many, or one by one if the server rejects those.
 
@@ -102,7 +139,7 @@ def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:
     except OSError as error:
         if not is_not_supported(error):
             raise
-        paths = files.find(target) if isinstance(target, str) else target
+        paths = [*find(files, target)] if isinstance(target, str) else target
         log.info("%s; deleting %d objects one by one", error, len(paths))
         with ThreadPoolExecutor(PARALLEL_DELETES) as pool:
             list(pool.map(files.rm_file, paths))

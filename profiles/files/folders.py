@@ -1,18 +1,19 @@
 """Listings of folders that fail if one cannot be read.
 
-`Path.glob` and `os.walk` pass over it.
+`glob`, `Path.glob` and `os.walk` pass over it.
 """
 
 from __future__ import annotations
 
 import errno
 import fnmatch
+import glob
 import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from profiles.files.state_files import retried
+from profiles.files.state_files import exists, is_dir, retried
 
 OF_A_DISK = "lost+found"  # which its file system makes, and only root can read
 
@@ -27,6 +28,26 @@ def matches(folder: Path, pattern: str) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(folder / name for name in fnmatch.filter(names, pattern))
+
+
+def find(folder: Path, pattern: str) -> Iterator[Path]:
+    """Paths below a folder that match a pattern, in which ** is any number of folders.
+
+    As in shells, a leading dot in a name matches only one in the pattern. Raises OSError if a folder cannot be listed.
+    """
+    first, _, rest = pattern.partition("/")
+    if first == "**":
+        yield from find(folder, rest or "*")
+        inner = (path for path in matches(folder, "[!.]*") if is_dir(path, follow_symlinks=False))
+        for path in inner:
+            yield from find(path, pattern)
+    elif not glob.has_magic(first):
+        if exists(path := folder / first):
+            yield from find(path, rest) if rest else [path]
+    else:
+        for path in matches(folder, first):
+            if first.startswith(".") or not path.name.startswith("."):
+                yield from find(path, rest) if rest else [path]
 
 
 def walk(

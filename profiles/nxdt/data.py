@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 from pathlib import Path
 from typing import Any
 
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from profiles.nxdt.translation import Effect, Translation
 
 PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
@@ -96,11 +95,15 @@ def _prefixes(translation: Translation, key: str, use: str) -> list[dict[str, An
         if use == "split":
             del source["use"]
         sources.append(source)
-    absent = [prefix for prefix in prefixes if "://" not in prefix and not glob.glob(f"{prefix}*.idx")]
+    absent = [prefix for prefix in prefixes if "://" not in prefix and not _has_index(Path(prefix))]
     note = "the common prefix of .bin and .idx"
     note = f"{absent[0]}.idx and .bin are not on this machine" if absent else note
     translation.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
     return sources
+
+
+def _has_index(prefix: Path) -> bool:
+    return bool(folders.matches(prefix.parent, f"{prefix.name}*.idx"))
 
 
 def _splits(translation: Translation) -> None:

@@ -9,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from profiles.errors import ProfileError
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from profiles.local_paths import local_path, searched
 from profiles.schema import Data, Profile, Source
 
@@ -127,7 +127,7 @@ def check_source(source: Source, key: str) -> None:
 def _check_local_path(kind: str, given: str, key: str) -> None:
     path = str(local_path(given))
     is_prefix = kind == "megatron" and state_files.is_file(Path(f"{path}.idx"))
-    if not is_prefix and not state_files.exists(Path(path)) and not glob.glob(path, recursive=True):
+    if not is_prefix and not state_files.exists(Path(path)) and not any(folders.find(Path("/"), path[1:])):
         reason = "no file matches" if glob.has_magic(given) else "there is no such file or folder"
         raise ProfileError(key, given, reason + searched(given))
     if state_files.is_file(Path(path)) and not Path(path).stat().st_size:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from parallel.checkpoint.object_stores import find, is_object_store
 from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources import remote
@@ -20,7 +21,6 @@ from tasks.store.backends.backend import checked_path
 METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk
 DATASET_CARD = "readme.md"
 HIDDEN_PREFIXES = (".", "_")  # of files that Spark, git and others put beside data
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # they list everything below a prefix at once
 
 
 def list_files(source: Source, key: str) -> list[str]:
@@ -87,7 +87,7 @@ class _Finder:
         protocols = _protocols(filesystem)
         self._filesystem, self._key = filesystem, key
         self._is_local = "file" in protocols
-        self._lists_prefixes = bool(protocols & OBJECT_STORES)
+        self._lists_prefixes = is_object_store(filesystem)
         self._magic = "*[" if "http" in protocols else "*?["  # ? begins a URL's query
 
     def find(self, pattern: str) -> Iterable[str]:
@@ -158,7 +158,7 @@ class _Finder:
 
     def _everything(self, prefix: str) -> Iterator[tuple[str, list[str]]]:
         """All files below a prefix of an object store, with the parts of their names after it."""
-        found = remote.call(self._filesystem, prefix, lambda: self._filesystem.find(prefix, detail=True))
+        found = remote.call(self._filesystem, prefix, lambda: find(self._filesystem, prefix))
         for path, info in found.items():
             if info["type"] == "file" and not path.endswith("/"):
                 yield path, path[len(prefix) + 1 :].split("/")

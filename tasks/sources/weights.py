@@ -14,9 +14,10 @@ from typing import Any
 from modeling.conversion import formats
 from modeling.conversion.choices import NEWEST, read_newest
 from parallel.checkpoint import locations
+from parallel.checkpoint.object_stores import find
 from profiles.errors import ProfileError, closest_files
 from profiles.files import retries, state_files
-from profiles.files.folders import walk
+from profiles.files.folders import matches, walk
 from profiles.huggingface import hub
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
@@ -84,7 +85,7 @@ def fetch(
     if _by_name(source, root, _find_remote(source, key)[2], needed, key) != remote_files:
         raise SourceChanged(source)
     yield folder
-    for leftover in target.parent.glob(f".{target.name}.source-*"):
+    for leftover in matches(target.parent, f".{target.name}.source-*"):
         shutil.rmtree(leftover)
 
 
@@ -193,7 +194,7 @@ def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, A
     """
     credentials.require_none(key, source)
     filesystem, root = remote.open_filesystem(source)
-    infos = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
+    infos = remote.call(filesystem, root, lambda: find(filesystem, root))
     if not infos:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
     return filesystem, root, infos

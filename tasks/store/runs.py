@@ -16,7 +16,7 @@ from modeling.training.learning_rate import same_until
 from modeling.training.recovery.resume import ResumeRequest
 from profiles import resolve
 from profiles.check import with_value
-from profiles.errors import ProfileError, closest, format_value
+from profiles.errors import ProfileError, closest, format_value, names_in
 from profiles.files import folders, run_files, state_files
 from profiles.files.jsonl import LogFollower, is_event, last_row
 from profiles.recompute import AUTO
@@ -416,7 +416,7 @@ def unknown_run(store: Store, key: str, name: str) -> ProfileError:
 
 def unknown_local_run(name: str, runs: Path) -> ProfileError:
     """As `unknown_run`, for a folder of run folders on this machine."""
-    known = sorted(path.parent.name for path in runs.glob(f"*/{run_files.PROFILE}"))
+    known = names_in(runs, f"*/{run_files.PROFILE}")
     return no_such_run("run", name, runs.absolute(), known, str(runs.parent) if runs.name == "runs" else None)
 
 

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from profiles.errors import ProfileError, closest
+from profiles.errors import ProfileError, closest, names_in
 from profiles.files import state_files
 from profiles.rules import credentials
 from tasks.store import locks
@@ -143,7 +143,7 @@ class Store:
             return [
                 str(given / name) for name in entries if state_files.is_dir(self.work_dir / name / "runs")
             ]
-        beside = sorted(folder.parent.name for folder in self.work_dir.parent.glob("*/runs"))
+        beside = names_in(self.work_dir.parent, "*/runs")
         return [str(given.with_name(name)) for name in closest(given.name, beside, 0)]
 
     @property

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from profiles.errors import ProfileError
-from profiles.files import state_files
+from profiles.files import folders, state_files
 from tasks.tokenization import ranked_files
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def convert(source: str, raw: Path, folder: Path, *, load: bool = True) -> None:
         path = raw / SETTINGS[0]
         configuration = _configuration(settings, tokenizer, special)
         path = raw / TEMPLATES
-        if named := {file.stem: file.read_text("utf-8-sig") for file in sorted(path.glob("*.jinja"))}:
+        if named := {file.stem: file.read_text("utf-8-sig") for file in folders.matches(path, "*.jinja")}:
             path = raw / TEMPLATE
             given = path.read_text() if state_files.exists(path) else configuration.get("chat_template")
             named = {"default": given, **named} if isinstance(given, str) else named
@@ -369,5 +369,5 @@ def _remove_mark(path: Path) -> None:
 
 def _find_file(folder: Path, name: str) -> Path | None:
     """The only file whose name ends with `name`, such as gpt2-vocab.json."""
-    found = list(folder.glob(f"*{name}"))
+    found = folders.matches(folder, f"*{name}")
     return found[0] if len(found) == 1 else None

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from flows.cli.exit_codes import DONE, FAILED
 from flows.ui.console import print_stderr, waiting
 from profiles.errors import ProfileError
-from profiles.files import run_files, state_files
+from profiles.files import folders, run_files, state_files
 from tasks.store.runs import unknown_local_run
 from tasks.store.store import Store
 
@@ -73,7 +73,7 @@ def log_folder(run: str | None, store: str) -> Path:
     if run is None or "/" not in run:
         Store(store).existing()
     if run is None:
-        if not any(runs.glob(f"*/{run_files.PROFILE}")):
+        if not any(folders.find(runs, f"*/{run_files.PROFILE}")):
             raise ProfileError("store", store, f"there are no runs in {runs.absolute()}")
         return runs
     folder = Path(run) if "/" in run else runs / run

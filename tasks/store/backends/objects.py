@@ -16,6 +16,7 @@ from parallel.checkpoint.locations import reject_page, reject_page_file
 from parallel.checkpoint.object_stores import (
     delete,
     explained,
+    find,
     guard_answers,
     is_not_supported,
     renew_credentials,
@@ -92,10 +93,7 @@ class ObjectBackend:
 
     def files(self, name: str) -> dict[str, int]:
         root = self._path(name)
-        found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
-        if isinstance(found, list):  # adlfs, of a single file
-            paths = found
-            found = self._retried(name, lambda: {path: self._filesystem.info(path) for path in paths})
+        found = self._retried(name, lambda: find(self._filesystem, root))
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def entries(self, name: str) -> dict[str, FileInfo]:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from fsspec.implementations import local
 
+from flows.cli.runs import tensorboard
 from modeling.compilation import graph_cache
 from modeling.training import metrics
-from parallel.checkpoint import locations
+from parallel.checkpoint import locations, object_stores
 from profiles import resolve
 from profiles.files import state_files
 from profiles.files.jsonl import LogFollower
+from profiles.rules.data_sources import check_local_files
 from profiles.rules.pretrained import check_initial_weights
+from profiles.schema import Source
 from tasks.launchers import latest_jobs
 from tasks.sources import weights
 from tasks.store import runs
@@ -79,6 +82,10 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path):
         state_files.read_json(tmp_path)
 
 
+def check_texts(pattern):
+    check_local_files([Source(kind="files", path=str(pattern))], "data.sources")
+
+
 @pytest.mark.parametrize(
     ("file", "decide"),
     [
@@ -94,6 +101,10 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path):
             "profile.yaml",
             lambda folder: check_initial_weights(resolve.load("tiny", [f"init.from={folder}/profile.yaml"])),
         ),
+        ("runs", lambda folder: check_texts(folder / "runs/**/*.txt")),
+        ("a.txt", lambda folder: check_texts(folder / "runs/*/a.txt")),
+        ("runs", lambda folder: tensorboard.log_folder(None, str(folder))),
+        ("tiny", lambda folder: object_stores.find(local.LocalFileSystem(), str(folder))),
     ],
 )
 def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, monkeypatch, file, decide):
@@ -103,20 +114,23 @@ def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, mon
     open_store(str(tmp_path))
     monkeypatch.setattr(state_files, "DELAYS", (0.0,))
     monkeypatch.setattr(locations, "READ_PAUSES", (0.0,))
-    faults.inject(monkeypatch, tmp_path, faults.failing("stat", "lstat", "open", "listdir", path=file))
+    faults.inject(monkeypatch, tmp_path, faults.failing(*faults.READS, path=file))
     with pytest.raises(OSError, match="Input/output error"):
         decide(tmp_path)
 
 
-def test_packages_do_not_call_what_takes_an_unknown_status_for_absence():
+def test_packages_do_not_call_what_takes_a_failed_read_for_absence():
     calls = (
+        r"(\.r?glob|\bos\.walk|\bPath\(.*\)\.walk)\(",
+        r"\b_?(files|filesystem)\.(exists|isfile|isdir|walk|find|makedirs)\(",  # fsspec's
         r"(?<!\bentry)\.(exists|is_file|is_dir|is_symlink)\(\)",  # an os.DirEntry raises errors
         r"os\.path\.(l?exists|isfile|isdir|islink)\(",
         r"\.mkdir\((parents=True, )?exist_ok=True\)",
     )
     root, packages = Path(__file__).parents[3], ("flows", "tasks", "modeling", "parallel", "profiles")
     files = (file for package in packages for file in (root / package).rglob("*.py"))
-    assert [str(file) for file in files if re.search("|".join(calls), file.read_text())] == []
+    found = [file for file in files if re.search("|".join(calls), file.read_text())]
+    assert found == [root / "parallel/checkpoint/object_stores.py"]  # whose functions replace fsspec's
 
 
 def test_link_to_itself_and_impossible_names_count_as_missing(tmp_path):
