@@ -141,7 +141,7 @@ class Reporter:
     def _report_compiled(self, step: int) -> None:
         """Report programs that were compiled in training although graphs were compiled ahead of time."""
         for reason in self._trainer.compile_statistics.take_reasons():
-            self.event("cold compile", step, reason)
+            self.event("graph cache miss", step, reason)
 
     def flush(self) -> None:
         """Write metrics rows that are buffered because they could not be written before."""
