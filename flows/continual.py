@@ -177,11 +177,11 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
 def old_sets(context: Context, current: series.Promoted, tokenizer: Artifact) -> held_out.HeldOut:
     """The held-out sets of the promoted model and its ancestors, and of new stand-in sources."""
     sets = series.held_out_sets(context.store, context.profile.name, current)
-    standing = None if sets.tokens(held_out.STAND_IN) else stand_in.make(context, tokenizer)
-    if standing is None:
+    made = None if sets.tokens(held_out.STAND_IN) else stand_in.make(context, tokenizer)
+    if made is None:
         return sets
     by_hash = held_out.held_out_by_hash(stand_in_data(context.profile))
-    contents = read_file(context.store, standing)
+    contents = read_file(context.store, made)
     return sets + held_out.HeldOut.from_sources(held_out.STAND_IN, contents, by_hash)
 
 
@@ -225,9 +225,9 @@ def history_of(
     """What the promoted model and its ancestors were trained on, and the stand-in sources."""
     context, length = runner.context, runner.context.profile.train.sequence_length
     known = replay.history(context.store, current, new, length)
-    if (standing := stand_in.make(context, tokenizer)) is not None:
-        runner.record_use(standing)
-        known = known + stand_in.history(context.store, standing, length)
+    if (made := stand_in.make(context, tokenizer)) is not None:
+        runner.record_use(made)
+        known = known + stand_in.history(context.store, made, length)
     return known
 
 

@@ -125,8 +125,8 @@ def check_gates(store: Store, profile: Profile, promoted: series.Promoted) -> No
     settings, origin = profile.continual.gates, held_out.round_origin(promoted.next_round)
     contents = series.held_out_sets(store, profile.name, promoted)
     length = profile.train.sequence_length
-    standing = held_out.expected_sets(stand_in_data(profile), held_out.STAND_IN)
-    known = [*contents.evaluated(length), *standing, *held_out.expected_sets(profile.data, origin)]
+    stand_in_sets = held_out.expected_sets(stand_in_data(profile), held_out.STAND_IN)
+    known = [*contents.evaluated(length), *stand_in_sets, *held_out.expected_sets(profile.data, origin)]
     gates.check_gates(settings, known, origin)
     if settings == Continual().gates and stand_in.unknown_weights(store, profile, promoted):
         raise ProfileError("continual.gates.0.on", gates.OLD, gates.UNKNOWN_OLD)

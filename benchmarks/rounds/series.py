@@ -72,7 +72,7 @@ class Series:
     def __init__(self, folder: Path) -> None:
         self.folder, self.texts = folder, folder / "texts"
         self.texts.mkdir(parents=True)
-        (folder / "standing").mkdir()
+        (folder / "old").mkdir()
         self.file, self.store = folder / f"{self.name}.yaml", Store(str(folder / "store"))
         write_profile(self.file, [self.texts / "*.jsonl"], VOCABULARY, steps=400, minimum_learning_rate=1e-4)
         self.promoted = Promoted("", "", 0, "", "")
@@ -114,10 +114,10 @@ class Series:
             known = replay.history(self.store, self.promoted, new, LENGTH)
         return replay.with_replay(self.store, new, known, share, steps * BATCH, lambda drawn: None)
 
-    def standing(self, new: Artifact, documents: int) -> replay.History:
+    def stand_in(self, new: Artifact, documents: int) -> replay.History:
         """Other texts of the old language, as a stand-in source."""
-        languages.write_texts(self.folder / "standing/a.jsonl", languages.OLD, documents, 77)
-        source = Source(kind="files", path=str(self.folder / "standing/*.jsonl"))
+        languages.write_texts(self.folder / "old/a.jsonl", languages.OLD, documents, 77)
+        source = Source(kind="files", path=str(self.folder / "old/*.jsonl"))
         profile = self.profile()
         settings = profile.continual.model_copy(update={"stand_in": [source]})
         context = Context(profile.model_copy(update={"continual": settings}), self.store)

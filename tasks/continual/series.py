@@ -65,8 +65,8 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
     except ValueError:  # a path, for example: no run can have that name
         return None
     # If it is corrupted, this raises: ignoring it would restart the series from round 0.
-    if (standing := run.require_json(run_files.PROMOTED)) is not None:
-        return Promoted(**standing)
+    if (recorded := run.require_json(run_files.PROMOTED)) is not None:
+        return Promoted(**recorded)
     inputs = run.require_json(run_files.INPUTS)
     if inputs is None or not run.files(EXPORT) or ledger.find(store, inputs["identity"]) is None:
         return None

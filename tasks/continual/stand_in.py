@@ -28,13 +28,13 @@ def make(context: Context, tokenizer: Artifact) -> Artifact | None:
     profile, store = context.profile, context.store
     if not profile.continual.stand_in:
         return None
-    standing = profile.model_copy(update={"data": stand_in_data(profile)})
+    with_stand_in = profile.model_copy(update={"data": stand_in_data(profile)})
     folder = store.run_folder(profile.name)
     pins = folder.read(run_files.STAND_IN)
     known = pins and inputs.Lockfile.from_bytes(pins, folder.location(run_files.STAND_IN))
     try:
-        pinned = inputs.resolve(standing, store, context.token, known or None, data_only=True)
-        made = DatasetStep(tokenizer).run(replace(context, profile=standing, resolved=pinned))
+        pinned = inputs.resolve(with_stand_in, store, context.token, known or None, data_only=True)
+        made = DatasetStep(tokenizer).run(replace(context, profile=with_stand_in, resolved=pinned))
     except ProfileError as error:
         if error.key.startswith("data.sources"):
             key = error.key.replace("data.sources", "continual.stand_in", 1)

@@ -154,10 +154,15 @@ def done(result: dict) -> list[str]:
     return [step for step in steps if step not in ("plan", "resolve", "report")]
 
 
+def training_rows(folder: Path) -> list[dict]:
+    """The metrics of each step that was trained."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
 def losses(folder: Path) -> dict[int, float]:
     """Training loss of each step; fails if a step occurs twice."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
+    rows = training_rows(folder)
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: row["loss"] for row in rows}
 

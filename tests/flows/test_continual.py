@@ -20,7 +20,7 @@ from profiles.resolve import load
 from tasks.store import ledger, runs
 from tasks.store.store import Store
 from tests import s3
-from tests.flows.micro import PROFILE, losses, shown
+from tests.flows.micro import PROFILE, losses, shown, training_rows
 from tests.forked_jobs import forked_jobs
 
 EPOCH = ("train.steps=null", "train.epochs=1")
@@ -77,14 +77,22 @@ def series(prefect_server, tmp_path_factory):
     return texts, store, night
 
 
+def exported(run: Path) -> bytes:
+    return (run / "export/model.safetensors").read_bytes()
+
+
 def interrupt(store: Path, run: str) -> tuple[dict[int, float], bytes]:
     """Undo what a finished round did after its first kept checkpoint; returns losses and exported weights."""
-    found = losses(folder := store / "runs" / run), (folder / "export/model.safetensors").read_bytes()
+    found = losses(folder := store / "runs" / run), exported(folder)
     _, *later = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     kinds = (store / "artifacts" / kind for kind in ("training", "evaluation", "export"))
     for path in (*later, folder / "export", *kinds):
         shutil.rmtree(path)
     return found
+
+
+def promoted(store: Path) -> dict:
+    return json.loads((store / "runs/nightly/standing.json").read_text())
 
 
 def corpus_of(store, run: str) -> dict:
@@ -124,10 +132,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
     assert "nightly-round-1" in (store / "series/nightly.html").read_text()
     assert f"{added['tokens']:,} tokens<" in report
     assert "5% of the samples replayed from earlier data" in report
-    rows = [
-        json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
-    ]
-    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    rates = [row["learning_rate"] for row in training_rows(store / "runs/nightly-round-1")]
     windows = (added["tokens"] - 1) // 32
     assert len(rates) == math.ceil(windows / 0.95 / 4)  # every new window once, four samples per step
     assert rates[0] < rates[1] < rates[2] > rates[-1]
@@ -153,7 +158,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
         ]
         assert shares == [0.05, 0.25]
         assert not (store / "runs/nightly-round-2~3").exists()
-    assert json.loads((store / "runs/nightly/standing.json").read_text())["run"] == "nightly-round-1"
+    assert promoted(store)["run"] == "nightly-round-1"
     assert alerts == ["promoted", *["not-promoted"] * 3]  # one for each model
 
     # Two at once: one trains, the other waits and finds nothing left to do.
@@ -167,9 +172,9 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
     for thread in nights:
         thread.join()
     assert sorted(state.name for state in states) == ["NoNewData", "Promoted"]
-    standing = json.loads((store / "runs/nightly/standing.json").read_text())
-    assert (standing["run"], standing["round"]) == ("nightly-round-2", 2)
-    lineage = list(ledger.lineage(Store(str(store)), standing["identity"]))
+    model = promoted(store)
+    assert (model["run"], model["round"]) == ("nightly-round-2", 2)
+    lineage = list(ledger.lineage(Store(str(store)), model["identity"]))
     assert [entry.run for entry in lineage] == ["nightly-round-2", "nightly-round-1", "nightly"]
     assert [len(entry.shards) for entry in lineage] == [1, 1, 1]
     entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
@@ -181,14 +186,12 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
 def test_series_of_an_earlier_version_continues_with_a_warm_up_as_long_as_its_new_data(series, caplog):
     texts, store, night = series
     caplog.set_level(logging.INFO)
-    (texts / "3.jsonl").write_text(
-        "".join((texts / "2.jsonl").read_text().splitlines(keepends=True)[:4])[:-1]
-    )
-    standing = json.loads((store / "runs/nightly/standing.json").read_text())
-    base = store / "runs" / standing["run"]
+    (texts / "3.jsonl").write_text("\n".join((texts / "2.jsonl").read_text().splitlines()[:4]))
+    earlier = promoted(store)
+    base = store / "runs" / earlier["run"]
     for added in ("held_out", "latest"):
-        del standing[added]
-    (store / "runs/nightly/standing.json").write_text(json.dumps(standing))
+        del earlier[added]
+    (store / "runs/nightly/standing.json").write_text(json.dumps(earlier))
     two_ranks = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
     muon = ("train.optimizer=muon", "train.warmup_steps=6")  # after rounds with AdamW
     state = night(*EPOCH, *two_ranks, *muon, "continual.gates=[{on: old, rise_at_most: 1}]")
@@ -200,14 +203,13 @@ def test_series_of_an_earlier_version_continues_with_a_warm_up_as_long_as_its_ne
     evaluated = load(arguments[arguments.index("--profile") + 1])
     assert (processes, evaluated.world_size, evaluated.train.steps) == (2, 2, 8)
     assert "train.warmup_steps: reduced from 6 to 4: the new data has 4 steps" in caplog.text
-    standing = json.loads((store / "runs/nightly/standing.json").read_text())
-    run = store / "runs" / standing["run"]
+    run = store / "runs" / promoted(store)["run"]
     assert len(losses(run)) == 4
     assert "optimizer and schedule restart" in (run / "logs/train.log").read_text()
     assert load(str(run / "profile.yaml")).train.optimizer == "muon"
     # Earlier versions held nothing out of the rounds that they promoted.
     assert [each["name"] for each in corpus_of(store, run.name)["sources"]] == ["first/files"]
-    assert standing["held_out"]
+    assert promoted(store)["held_out"]
 
 
 def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monkeypatch):
@@ -216,15 +218,15 @@ def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     write_texts(texts / "4.jsonl", 5)
-    standing = (store / "runs/nightly/standing.json").read_text()
+    before = promoted(store)
     state = night("train.steps=2", "train.warmup_steps=1", "train.loss=spoilt:loss")
     assert state.is_failed()
-    run = f"nightly-round-{json.loads(standing)['round'] + 1}"
+    run = f"nightly-round-{before['round'] + 1}"
     assert f"the held-out loss of run {run} at step 2 is nan" in state.message
     events = (store / "runs" / run / "events.jsonl").read_text()
     assert "evaluate failed" in events
     assert "retried" not in events
-    assert (store / "runs/nightly/standing.json").read_text() == standing
+    assert promoted(store) == before
 
 
 def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
@@ -233,17 +235,16 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     texts, store, night = series
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()  # as if the first round had not been promoted yet
-    before, exported = interrupt(copy, "nightly-round-1")
-    state = night(
-        f"train.steps={len(before)}", "data.sources.0.weight=2", store=copy
-    )  # the weight of the next round
+    before, weights = interrupt(copy, "nightly-round-1")
+    # The source has the weight of the next round.
+    state = night(f"train.steps={len(before)}", "data.sources.0.weight=2", store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     assert not (copy / "runs/nightly-round-1~1").exists()
     round_one = copy / "runs/nightly-round-1"
     assert "resumed from step" in (round_one / "logs/train.log").read_text()
     assert corpus_of(copy, "nightly-round-1")["replay"]["share"] == 0.05
     assert losses(round_one) == before
-    assert (round_one / "export/model.safetensors").read_bytes() == exported
+    assert exported(round_one) == weights
 
     constant = ["train.schedule=constant", "train.optimizer=muon"]
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1", *constant], None, str(copy), replace=True)
@@ -253,23 +254,18 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
-    assert (
-        stream["tokens"] == 10 * 32
-    )  # text of the replaced model: rows of 330 tokens, not 16 for 8 replayed windows
-    assert (
-        "25% of the samples replayed from generated text"
-        in (copy / "runs/nightly-round-1/report.html").read_text()
-    )
+    # Text of the replaced model: rows of 330 tokens, not 16 for 8 replayed windows.
+    assert stream["tokens"] == 10 * 32
+    assert "25% of the samples replayed from generated text" in (round_one / "report.html").read_text()
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
     # It continued the trunk with its momentum, at a constant rate, and decayed after the checkpoint that the next one needs.
-    text = (copy / "runs/nightly-round-1/metrics.jsonl").read_text()
-    rates = [row["learning_rate"] for row in map(json.loads, text.splitlines()) if "loss" in row]
+    rates = [row["learning_rate"] for row in training_rows(round_one)]
     assert len(rates) == 8 + 2
     assert len({*rates[:8]}) == 1
     assert rates[7] > rates[8] > rates[9]
-    marker = json.loads((copy / "runs/nightly-round-1/checkpoints/step_8/complete.json").read_text())
+    marker = json.loads((round_one / "checkpoints/step_8/complete.json").read_text())
     assert marker["optimizer_steps"] == 6 + 8
-    log = (copy / "runs/nightly-round-1/logs/train.log").read_text()
+    log = (round_one / "logs/train.log").read_text()
     assert f"weights and optimizer from {copy / 'runs/nightly/checkpoints/step_6'}" in log
 
 
@@ -346,8 +342,8 @@ def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located
     store, sources = Store(str(tmp_path)), []
     for name in ("tiny", "tiny-round-1"):
         runs.open_run(store, load("tiny", (), name), "one", "flow run", {})
-    standing = {"run": "tiny-round-1", "identity": "one", "round": 1, "tokenizer": "t", "dataset": "d"}
-    store.backend.write("runs/tiny/standing.json", json.dumps(standing).encode())
+    model = {"run": "tiny-round-1", "identity": "one", "round": 1, "tokenizer": "t", "dataset": "d"}
+    store.backend.write("runs/tiny/standing.json", json.dumps(model).encode())
     store.run_folder("base").write("export/config.json", b"{}")
 
     def train_round(context, current):
@@ -387,41 +383,27 @@ def test_interrupted_round_ends_with_the_same_bits_and_is_promoted_once(series, 
         raise KeyboardInterrupt
 
     # When the round's data is in no ledger yet, once it is trained, and when all but the promotion is done.
-    for owner, name in (
-        (continual.ledger, "record"),
-        (continual.ExportStep, "make"),
-        (continual.series, "promote"),
-    ):
+    ends = (continual.ledger, "record"), (continual.ExportStep, "make"), (continual.series, "promote")
+    for owner, name in ends:
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, stop)
             assert night(gates, store=disturbed).name == "Stopped"
     assert night(gates, store=disturbed).name == "Promoted"
     assert night(gates, store=disturbed).name == "NoNewData"
-    standings = [
-        json.loads((each / "runs/nightly/standing.json").read_text()) for each in (undisturbed, disturbed)
-    ]
-    assert standings[0] == standings[1]
-    run = standings[0]["run"]
-    assert losses(undisturbed / "runs" / run) == losses(disturbed / "runs" / run)
-    exports = [
-        (each / "runs" / run / "export/model.safetensors").read_bytes() for each in (undisturbed, disturbed)
-    ]
-    assert exports[0] == exports[1]
-    entries = [sorted(path.name for path in (each / "ledger").iterdir()) for each in (undisturbed, disturbed)]
-    assert entries[0] == entries[1]
+    results = []
+    for each in (undisturbed, disturbed):
+        run = each / "runs" / promoted(each)["run"]
+        entries = sorted(path.name for path in (each / "ledger").iterdir())
+        results.append((promoted(each), losses(run), exported(run), entries))
+    assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(
-    ("share", "meets", "warning"),
-    [
-        (0.25, True, ""),
-        (0.5, False, "no share up to 0.5 keeps the old loss within its gate"),
-    ],
-)
-def test_share_at_the_edge_of_the_proxies_is_warned_about(share, meets, warning):
+def test_share_within_those_of_the_proxies_needs_no_warning():
     from flows.experiments.share import _warning
 
-    assert _warning({"share": share, "meets": meets}, 0.5) == warning
+    assert _warning({"share": 0.25, "meets": True}, 0.5) == ""
+    out_of_reach = "no share up to 0.5 keeps the old loss within its gate"
+    assert _warning({"share": 0.5, "meets": False}, 0.5) == out_of_reach
 
 
 def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path, caplog, capsys):
@@ -499,12 +481,8 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
         assert state.name == "Promoted", state.message
         assert json.loads(bucket.read("runs/nightly/standing.json"))["run"] == "nightly-round-1"
         kept = bucket.files("runs/nightly-round-1")
-        assert {
-            "export/config.json",
-            "export/model.safetensors",
-            "report.html",
-            "metrics.jsonl",
-        } <= kept.keys()
+        expected = {"export/config.json", "export/model.safetensors", "report.html", "metrics.jsonl"}
+        assert expected <= kept.keys()
 
         # A machine new to the series; its restored run folder does not undo a promotion made elsewhere.
         assert night("third").name == "NoNewData"

@@ -142,9 +142,9 @@ def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknow
     warn_if_unknown(Context(own, store), promoted)
     assert f"what org/model was trained on, {said} measured" in caplog.text
     caplog.clear()
-    standing = "continual.stand_in=[{kind: files, path: old.jsonl}]"
+    with_stand_in = "continual.stand_in=[{kind: files, path: old.jsonl}]"
     for on in ("stand-in", "source:old", "old"):  # of sources that are not read yet
-        known = resolve.load("tiny", [standing, f"continual.gates.0.on={on}"])
+        known = resolve.load("tiny", [with_stand_in, f"continual.gates.0.on={on}"])
         check_gates(store, known, promoted)
     warn_if_unknown(Context(known, store), promoted)
     assert caplog.text == ""

@@ -6,9 +6,11 @@ import pytest
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.huggingface.config import to_config_json
+from profiles.huggingface.config import read_config_json, to_config_json
 from profiles.sections.model import Model
 from tests.profiles.sections.test_model import LLAMA
+
+CHUNKED = '{"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]}'
 
 
 def test_profile_overrides_its_config_json_which_replaces_the_extended_model(tmp_path):
@@ -39,6 +41,11 @@ def test_profile_overrides_its_config_json_which_replaces_the_extended_model(tmp
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"model_type": "mamba"}', "is not a supported architecture"),
+        ('{"model_type": "gpt_oss"}', "cannot be used: KeyError('num_hidden_layers')"),
+        (CHUNKED, "cannot be used: layer_types = chunked"),
+        ('{"model_type": "llama", "rope_theta": null}', "cannot be used: TypeError"),
+        ('{"model_type": "llama", "rope_scaling": [1]}', "cannot be used: AttributeError"),
+        ('{"model_type": "dbrx", "attn_config": [1]}', "cannot be used: AttributeError"),
     ],
 )
 def test_unusable_config_json_is_rejected(tmp_path, content, message):
@@ -48,3 +55,9 @@ def test_unusable_config_json_is_rejected(tmp_path, content, message):
         resolve.load("tiny", [f"model.config={tmp_path}"])
     assert caught.value.key == "model.config"
     assert message in str(caught.value)
+
+
+def test_config_json_may_have_a_byte_order_mark(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_config_json(Model(**LLAMA))), encoding="utf-8-sig")
+    assert Model(**read_config_json(path, "model.config")) == Model(**LLAMA)

@@ -285,9 +285,9 @@ def test_stand_in_sources_are_pinned_and_replayed_like_history(store, tmp_path):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
-    standing = Continual(stand_in=[Source(kind="files", path=str(tmp_path / "old"))])
+    settings = Continual(stand_in=[Source(kind="files", path=str(tmp_path / "old"))])
     wanted = profile(files(tmp_path / "new"), validation_fraction=0.2)
-    wanted = wanted.model_copy(update={"continual": standing})
+    wanted = wanted.model_copy(update={"continual": settings})
     context = Context(wanted, store)
     tokenizer = TokenizerStep().run(context)
     new = DatasetStep(tokenizer).run(context)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from modeling.models.families import huggingface_tensor
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.huggingface import unread_keys
-from profiles.huggingface.config import TOKEN_IDS, from_config_json, read_config_json, to_config_json
+from profiles.huggingface.config import TOKEN_IDS, from_config_json, to_config_json
 from profiles.sections import families
 from profiles.sections.model import Model
 
@@ -472,34 +471,6 @@ def test_mistral_with_kinds_of_layers_is_ministral():
     model = read({**config, "layer_types": ["full_attention", "sliding_attention"]})
     assert (model.architecture, model.window(0), model.window(1)) == ("ministral", None, 256)
     assert read({**config, "layer_types": None}).architecture == "mistral"
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "gpt_oss"}, "KeyError('num_hidden_layers')"),
-        (
-            {"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]},
-            "layer_types = chunked",
-        ),
-        ({"model_type": "llama", "rope_theta": None}, "TypeError"),
-        ({"model_type": "llama", "rope_scaling": [1]}, "AttributeError"),
-        ({"model_type": "dbrx", "attn_config": [1]}, "AttributeError"),
-    ],
-)
-def test_invalid_config_json_is_rejected_by_file(config, message, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(
-        ProfileError, match=rf"model\.config = .*config\.json: cannot be used: {re.escape(message)}"
-    ):
-        read_config_json(path, "model.config")
-
-
-def test_config_json_may_have_a_byte_order_mark(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(to_config_json(Model(**LLAMA))), encoding="utf-8-sig")
-    assert Model(**read_config_json(path, "model.config")) == Model(**LLAMA)
 
 
 def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path, monkeypatch):
