@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import warnings
+from collections.abc import Sequence
+from multiprocessing import forkserver as servers
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import _forkserver as _server
@@ -53,6 +56,22 @@ def start() -> dict[str, str | bytes]:
 
 
 def use(shared: dict[str, str | bytes]) -> None:
-    """Fork processes from a server that another process has started, and that ends with it."""
+    """Fork processes from a server that another process has started, and that ends with it.
+
+    If it ends before, such as by a kill for memory, this process starts one of its own, and warns.
+    """
+    connect = servers.connect_to_new_process
     vars(_server).update(shared, _forkserver_alive_fd=os.open(os.devnull, os.O_WRONLY))
     _server.ensure_running = resource_tracker.ensure_running
+
+    def connect_or_start(descriptors: Sequence[int]) -> tuple[int, int]:
+        try:
+            return connect(descriptors)
+        except (ConnectionError, FileNotFoundError):
+            warnings.warn("the workers' fork server has ended; this worker starts its own", stacklevel=1)
+            servers.connect_to_new_process = connect
+            del _server.ensure_running
+            start()
+            return connect(descriptors)
+
+    servers.connect_to_new_process = connect_or_start

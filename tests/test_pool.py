@@ -1,6 +1,8 @@
 """Process pool: worlds of any size on the same workers; failures name their rank and are isolated."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -62,3 +64,27 @@ def test_failed_rank_is_named_without_waiting_for_the_timeout(pool, case, timeou
     assert time.monotonic() - begun < 100  # generous: machines are loaded
     assert all(part in str(failure.value) for part in expected)
     assert pool.run(sum_over_ranks, 2, start=0) == [1.0, 1.0]
+
+
+WITHOUT_SERVER = """
+import multiprocessing, os, signal
+from tests import forkserver
+multiprocessing.set_forkserver_preload([])
+shared, server = forkserver.start(), forkserver._server._forkserver_pid
+forkserver._server._forkserver_pid = None  # as in another process
+forkserver.use(shared)
+for when in "before", "after":
+    process = forkserver.forkserver().Process(target=os.getpid)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    if when == "before":
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+"""
+
+
+def test_worker_starts_a_fork_server_if_that_of_all_workers_has_ended():
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_SERVER], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("UserWarning: the workers' fork server has ended; this worker starts") == 1
