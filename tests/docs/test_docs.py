@@ -361,6 +361,12 @@ def test_every_command_has_a_sample_of_its_output():
     assert without == {"chain"}  # its sample in docs/training/finetuning.md is of runs of minutes
 
 
+def test_lines_of_pages_have_at_most_130_characters():
+    """Except those of tables, samples and long addresses."""
+    lines = (line for page in PAGES for line in FENCED.sub("", page.read_text()).splitlines())
+    assert [line for line in lines if len(line) > 130 and not re.match(r"\s*\||.*(://|!\[)", line)] == []
+
+
 def test_first_line_of_every_docstring_is_a_summary_of_at_most_100_characters():
     long = []
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):

@@ -176,7 +176,7 @@ def shown(name: str) -> dict[str, str]:
 
     artifacts._sender.flush(60)  # a flow waits less
     with get_client(sync_client=True) as client:
-        within = FlowRunFilter(id=FlowRunFilterId(any_=[_newest(client, name).id]))
+        within = FlowRunFilter(id=FlowRunFilterId(any_=[newest(client, name).id]))
         return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
 
 
@@ -188,7 +188,7 @@ def logged(name: str) -> list[str]:
 
     APILogWorker.drain_all(timeout=5)
     with get_client(sync_client=True) as client:
-        within = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[_newest(client, name).id]))
+        within = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[newest(client, name).id]))
         return [entry.message for entry in client.read_logs(within, limit=200)]
 
 
@@ -197,11 +197,11 @@ def ended(name: str) -> tuple[str, str]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        state = _newest(client, name).state
+        state = newest(client, name).state
     return state.name, state.message
 
 
-def _newest(client: Any, name: str) -> Any:
+def newest(client: Any, name: str) -> Any:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 

@@ -6,7 +6,10 @@ from uuid import uuid4
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
+from prefect.states import AwaitingRetry, State
 
 from flows.experiments.branches import branches
 from flows.experiments.ladder import ladder
@@ -21,7 +24,7 @@ from profiles.errors import ProfileError
 from tasks.launchers import Job, create
 from tasks.store import runs
 from tasks.store.store import Store
-from tests.flows.micro import logged, shown
+from tests.flows.micro import logged, newest, shown
 
 ROUND = ["train.steps=null", "train.epochs=1"]
 
@@ -162,6 +165,15 @@ def test_stop_during_a_called_flow_stops_the_caller(prefect_server):
     assert caller(return_state=True).name == "Stopped"
 
 
+def retried(name: str) -> State:
+    """The final state of a flow run of `pretrain` after Retry in Prefect's UI."""
+    with get_client(sync_client=True) as client:
+        run = newest(client, name)
+        client.set_flow_run_state(run.id, AwaitingRetry())
+        run = client.read_flow_run(run.id)
+        return run_flow(pretrain, run, parameters=run.parameters, return_type="state")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -181,6 +193,7 @@ def test_rejected_input_is_a_message_without_a_traceback(
     with pytest.raises(ProfileError) as rejected:
         state.result()
     assert state.message == str(rejected.value)
+    assert retried(name).message == state.message
     lines = logged(name)
-    assert any(message in line for line in lines)
+    assert sum(message in line for line in lines) == 2
     assert not any("Traceback" in line or "hook" in line for line in lines)
