@@ -222,6 +222,9 @@ def _profile_starts_here(name: str) -> bool:
         resolve.check_start(profile)
     except ProfileError:
         return False
+    except OSError as error:
+        print_stderr(f"trainshed: {name} is left out of the deployments: {error}")
+        return False
     cluster = profile.cluster
     if cluster.launcher == "slurm":
         known = _slurm_accelerators()

@@ -78,8 +78,10 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
         console.print(Text(f"warning: {warning}", "yellow"))
     try:
         resolve.check_start(profile)
-    except ProfileError as error:
-        reasons = [str(each.along_with(())) for each in (error, *error.others)]
+    except (ProfileError, OSError) as error:
+        reasons = [str(error)]
+        if isinstance(error, ProfileError):
+            reasons = [str(each.along_with(())) for each in (error, *error.others)]
         lines = [f"- {reason}" for reason in reasons] if len(reasons) > 1 else []
         text = "" if lines else reasons[0]
         console.print(Text(f"\n`trainshed run` cannot start it here: {text}".rstrip(), "yellow"))
@@ -128,10 +130,10 @@ def _dropout(profile: Profile, planned: Plan) -> str:
 
 
 def _data_tokens(profile: Profile) -> float | None:
-    """Tokens of the training data, estimated from file sizes; None if the files are not on this machine."""
+    """Tokens of the training data, estimated from file sizes; None if the files cannot be read here."""
     try:
         size = text_bytes(profile)
-    except ProfileError:
+    except (ProfileError, OSError):
         return None
     return size and size / BYTES_PER_TOKEN
 

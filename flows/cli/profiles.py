@@ -111,4 +111,6 @@ def _status(profile: Profile) -> tuple[str, str]:
         resolve.check_start(profile)
     except ProfileError as error:
         return ELSEWHERE, str(error.with_choices(()))
+    except OSError as error:
+        return ELSEWHERE, str(error)
     return (SUBMITS if profile.cluster.launcher == "slurm" else STARTS), ""

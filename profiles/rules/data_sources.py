@@ -96,10 +96,15 @@ def check_files(profile: Profile) -> None:
 
 
 def check_local_files(sources: Sequence[Source], key: str) -> None:
-    """Raise ProfileError if local files of sources, which `key` lists, are missing."""
+    """Raise ProfileError if local files of sources, which `key` lists, are missing; OSError if that is unknown."""
     for number, source in enumerate(sources):
         if source.path is not None and "://" not in source.path:
-            _check_local_path(source.kind, source.path, f"{key}.{number}.path")
+            path_key = f"{key}.{number}.path"
+            try:
+                _check_local_path(source.kind, source.path, path_key)
+            except OSError as error:
+                reason = f"{path_key} = {source.path}: cannot be read: {error.strerror}"
+                raise OSError(error.errno, reason, error.filename) from error
 
 
 def check_source(source: Source, key: str) -> None:

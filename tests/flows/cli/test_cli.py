@@ -1,6 +1,7 @@
 """The command as a user meets it: exit codes, one line for each mistake, JSON for scripts."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -16,7 +17,8 @@ import yaml
 import trainshed
 from flows.cli.main import main, parser
 from profiles import resolve
-from tests import wheel
+from profiles.files import state_files
+from tests import faults, wheel
 from tests.docs.test_extending import EXAMPLES, write_examples
 from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import SHADOWING, Command, settings, write_shadowing_modules
@@ -55,7 +57,7 @@ def test_invalid_profile_is_rejected_in_one_line_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_data_rejects_a_run_but_not_its_plan(capsys, monkeypatch, tmp_path, profile):
+def test_missing_or_unreadable_data_rejects_a_run_but_not_its_plan(capsys, monkeypatch, tmp_path, profile):
     monkeypatch.chdir(tmp_path)
     missing = ["--set", "data.sources.0.path=/no/such/file.txt"]
     expected = "data.sources.0.path = /no/such/file.txt: there is no such file or folder"
@@ -64,6 +66,16 @@ def test_missing_data_rejects_a_run_but_not_its_plan(capsys, monkeypatch, tmp_pa
     assert main(["plan", str(profile), *missing]) == 0
     last = capsys.readouterr().out.split("\n\n")[-1]
     assert " ".join(last.split()) == f"`trainshed run` cannot start it here: {expected}"
+
+    (texts := tmp_path / "texts").mkdir()
+    monkeypatch.setattr(state_files, "DELAYS", ())
+    faults.inject(monkeypatch, texts, faults.failing("listdir", path="texts", error=errno.EACCES))
+    unreadable = ["--set", f"data.sources.0.path={texts}/*.txt"]
+    expected = f"data.sources.0.path = {texts}/*.txt: cannot be read: Permission denied: '{texts}'"
+    assert main(["run", str(profile), *unreadable]) == 1
+    assert expected in capsys.readouterr().err
+    assert main(["plan", str(profile), *unreadable]) == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_unknown_profile_is_rejected_with_valid_names(capsys):
