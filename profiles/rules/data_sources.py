@@ -96,7 +96,10 @@ def check_files(profile: Profile) -> None:
 
 
 def check_local_files(sources: Sequence[Source], key: str) -> None:
-    """Raise ProfileError if local files of sources, which `key` lists, are missing; OSError if that is unknown."""
+    """Check the local files of sources, which `key` lists.
+
+    Raises ProfileError if some are missing or empty, OSError if that is unknown.
+    """
     for number, source in enumerate(sources):
         if source.path is not None and "://" not in source.path:
             path_key = f"{key}.{number}.path"
