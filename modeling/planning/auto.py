@@ -75,8 +75,8 @@ def _choose_recompute(profile: Profile, cache: CostCache) -> Profile:
     costs, partition, ranks = StageCosts(profile, cache), partition_layers(profile), profile.parallel.pipeline
     chosen: list[list[str]] = [[]] * len(partition)
     plan_buckets = memory.bucket_planner(profile, cache)
-    for rank in range(ranks):
-        layers, microbatches = partition[rank::ranks], memory.microbatches_in_flight(profile, rank)
+    for rank, microbatches in enumerate(memory.microbatches_in_flight(profile)):
+        layers = partition[rank::ranks]
         buckets = plan_buckets(*map(costs.module, layers))
         chosen[rank::ranks] = _choose_on_rank(profile, costs, layers, microbatches, buckets)
     return with_value(profile, "train.recompute", from_layer_modes(chosen))

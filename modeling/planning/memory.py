@@ -278,15 +278,17 @@ def weight_passes(profile: Profile) -> int:
     return 2 + counts_choices(profile)
 
 
-def microbatches_in_flight(profile: Profile, rank: int) -> float:
-    """Maximum number of microbatches whose activations a pipeline rank holds.
+def microbatches_in_flight(profile: Profile) -> list[float]:
+    """Maximum number of microbatches whose activations each pipeline rank holds.
 
     With k stages per rank, each stage's activations count as 1/k.
     """
-    parallel = profile.parallel
-    stages = len(partition_layers(profile)[rank :: parallel.pipeline])
-    schedule = parallel.schedule, parallel.pipeline, rank, profile.accumulation_steps
-    return in_flight(*schedule, stages_per_rank=stages, extra_forwards=extra_warmup_forwards(profile))
+    schedule, ranks, count = profile.parallel.schedule, profile.parallel.pipeline, profile.accumulation_steps
+    stages, extra = len(partition_layers(profile)) // ranks, extra_warmup_forwards(profile)
+    return [
+        in_flight(schedule, ranks, rank, count, stages_per_rank=stages, extra_forwards=extra)
+        for rank in range(ranks)
+    ]
 
 
 def rank_bytes(

@@ -209,14 +209,14 @@ def require_devices(profile: Profile) -> None:
 def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[StagePlan, ...]:
     """The plan of each pipeline rank, which has several stages with interleaving."""
     ranks, partition = profile.parallel.pipeline, partition_layers(profile)
-
+    in_flight = memory.microbatches_in_flight(profile)
     plan_buckets = memory.bucket_planner(profile, costs.cache)
 
     def plan_rank(rank: int) -> StagePlan:
         layers = partition[rank::ranks]
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
-        buckets, microbatches = plan_buckets(*modules), memory.microbatches_in_flight(profile, rank)
+        buckets, microbatches = plan_buckets(*modules), in_flight[rank]
         working = memory.eager_working_bytes(stages, microbatches) + memory.choice_bytes(profile, layers)
         held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         accumulated, updated, update_flops = optimizer_traffic(profile, buckets)

@@ -117,7 +117,7 @@ class StageCosts:
 
     @cached_property
     def _setting(self) -> tuple[Any, ...]:
-        """What affects all layers alike; a pipeline matters for an embedding shared by both ends."""
+        """What affects all modules alike; a pipeline matters for an embedding shared by both ends."""
         profile, parallel = self.profile, self.profile.parallel
         return (
             profile.model.model_dump_json(),
@@ -128,7 +128,19 @@ class StageCosts:
             parallel.context,
             parallel.expert,
             parallel.sequence_parallel,
-            parallel.pipeline > 1,
+            profile.model.shares_embedding and parallel.pipeline > 1,
+        )
+
+    @cached_property
+    def _measured(self) -> tuple[Any, ...]:
+        """What affects the costs of all layers alike."""
+        profile, train = self.profile, self.profile.train
+        return (
+            *self._setting,
+            *(profile.micro_batch_rows, train.sequence_length // profile.parallel.context),
+            *(profile.document_masks, profile.padding_masks, profile.scores_pairs_in_step),
+            *(counts_choices(profile), train.capacity_factor, train.fp8_recipe, train.qk_clip is not None),
+            *(profile.compile.possible, self.mesh.tensor.chunks, self._returns_gradients_together),
         )
 
     def layer(self, layer: int, mode: str) -> LayerCosts:
@@ -136,14 +148,9 @@ class StageCosts:
         train, model = self.profile.train, self.profile.model
         last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer), model.has_rope(layer), model.is_linear(layer)
-        shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         # the loss's chunk depends on the accelerator's memory and speed
         accelerator = self.profile.cluster.accelerator if last else None
-        key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
-        key += (self.profile.scores_pairs_in_step, self.profile.compile.possible, self.profile.document_masks)
-        key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
-        key += (self.mesh.tensor.chunks, train.capacity_factor, train.fp8_recipe, train.qk_clip is not None)
-        key += (self._returns_gradients_together,)
+        key = (*self._measured, layer == 0, last, accelerator, last and train.loss is not None, *kind, mode)
         if key not in self.cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             costs = self._measure(stage, mode)

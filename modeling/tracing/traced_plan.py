@@ -45,9 +45,8 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
     (flops, ambiguous), modes = _region_flops(profile, traced), layer_modes(profile)
     tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
     result = []
-    for rank in range(ranks):
+    for rank, microbatches in enumerate(microbatches_in_flight(profile)):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
-        microbatches = microbatches_in_flight(profile, rank)
         working = math.ceil(microbatches * sum(stage["saved"] for stage in stages))
         modules = [costs.module(held) for held in layers]
         peak, loss = costs.loss(modules[-1]) if modules[-1].last else (0, 0)
