@@ -74,14 +74,14 @@ def dump(profile: Profile) -> str:
 
 def names() -> list[str]:
     """Names of the shipped profiles."""
-    return sorted(_shipped())
+    return sorted(shipped_files())
 
 
 @cache
-def _shipped() -> dict[str, Path]:
+def shipped_files() -> dict[str, Path]:
     """The shipped profiles' files by name; folders are families and not part of the name.
 
-    Those made from an overlay (`_on_hardware`) have a path within it.
+    Those made from an overlay (`_on_hardware`) have a path within it, at which there is no file.
     """
     files = {path.stem: path for path in folders.find(SHIPPED, "**/*.yaml")}
     for overlay in folders.matches(HARDWARE, "*.yml"):
@@ -97,8 +97,8 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
     names_file = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
     if names_file and state_files.is_file(path):
         return path
-    if not names_file and name_or_path in _shipped():
-        return _shipped()[name_or_path]
+    if not names_file and name_or_path in shipped_files():
+        return shipped_files()[name_or_path]
     if name_or_path and state_files.is_dir(path):
         reason = "is a folder; a profile is a name (see `trainshed profiles`) or the path of a YAML file"
         found = [str(Path(name_or_path) / each.name) for each in folders.matches(path, "*.y*ml")]
@@ -148,7 +148,7 @@ def _on_hardware(path: Path) -> dict[str, Any]:
     overlay, hardware = yaml_text.read(path.parent), path.parent.stem
     model, replaced = path.stem.removesuffix(f"-{hardware}"), overlay["in_place_of"]
     base = f"{model}-{replaced}"
-    description = _read(_shipped()[base])["description"].replace(replaced.upper(), hardware.upper())
+    description = _read(shipped_files()[base])["description"].replace(replaced.upper(), hardware.upper())
     made = {"description": description, "extends": base, "cluster": overlay["cluster"]}
     return _merged(made, overlay["models"][model])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import shipped
+from profiles import resolve
 from tests.profiles.pair import PAIR
 
 pytestmark = pytest.mark.slow
@@ -36,3 +37,20 @@ def test_profiles_are_planned_and_traced(capsys):
         planned, traced = (float(cell.split()[0]) for cell in found[name][4:6])
         assert traced <= planned < 1.35 * traced
         assert found[name] == DOCUMENTED[name]
+
+
+def test_search_wants_a_reason_for_each_faster_topology_that_is_not_shipped(capsys, tmp_path, monkeypatch):
+    """From 2% of a step on, with that number."""
+    slow = "extends: stablelm2-1.6b\nmodel: {num_hidden_layers: 6}\nparallel: {tensor: 4}\n"
+    monkeypatch.setitem(resolve.shipped_files(), "slow", tmp_path / "slow.yaml")
+    (tmp_path / "slow.yaml").write_text(slow)
+    assert shipped.main(["slow"], searches=True) == 1
+    (_, _, _, faster, changes, _, _) = cells_of(capsys.readouterr().out.splitlines())["slow"]
+    assert "parallel.tensor=1" in changes
+    percent = round(float(faster.removesuffix("%")))
+    (tmp_path / "slow.yaml").write_text(
+        f"# Tensor 1 is estimated to be {percent}% faster, but not shipped.\n{slow}"
+    )
+    assert shipped.main(["slow"], searches=True) == 0
+    assert "3% faster" in shipped.comments("mistral-7b-h100")  # in the overlay for H100
+    assert "6% faster" in shipped.comments("llama3.1-70b")  # in the profile that it extends

@@ -302,7 +302,7 @@ def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page
     check_plan_sample(command, sample)
     _, kind, name, *_ = shlex.split(command)
     if kind == "plan" and name in resolve.names():  # why it is not the fastest is in its file
-        said = " ".join(resolve._shipped()[name].read_text().split())
+        said = " ".join(resolve.shipped_files()[name].read_text().split())
         faster = re.findall(r"tensor \d+: (\d+% faster)", sample)
         assert [each for each in faster if each not in said] == []
 

@@ -44,6 +44,7 @@ FAMILIES = {
     ),
     "gpt3-175b": (
         *("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
+        *("parallel.schedule=1f1b", "parallel.pipeline_cuts=null"),
         "train.recompute=[selective 1, none]",  # an entry for each stage
     ),
     "deepseek-coder-1.3b": (

@@ -76,7 +76,7 @@ def test_trainium_docs_list_the_operators_of_the_largest_profiles():
         "llama3-70b": ["model.num_hidden_layers=1", "train.recompute=full"],
         "gpt3-175b": [
             *("model.num_hidden_layers=1", "model.dropout=0.1"),
-            *("train.recompute=full", "parallel.pipeline=1"),
+            *("train.recompute=full", "parallel.pipeline=1", "parallel.pipeline_cuts=null"),
         ],
     }
     found = {
