@@ -146,14 +146,8 @@ class ShardCache:
         return used + needed <= self._limit
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options for remote corpora."""
-    parser.add_argument("--artifacts", default="", help="URI of the store's artifacts, if it is not a folder")
-    parser.add_argument("--cache", type=Path, help="folder to cache remote shards in")
-
-
 def from_arguments(options: argparse.Namespace, gigabytes: float) -> ShardCache | None:
-    """The shard cache of the command-line options; None without --cache."""
+    """The shard cache of a job's options --artifacts and --cache; None without --cache."""
     return ShardCache(options.cache, int(gigabytes * 1e9), options.artifacts) if options.cache else None
 
 

@@ -299,7 +299,7 @@ def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
         if tensor not in valid:
             yield {"tensor": tensor}
             continue
-        for pipeline, context in product(_divisors(world // tensor), sorted(contexts)):
+        for pipeline, context in product(range(1, world // tensor + 1), sorted(contexts)):
             if world % (tensor * pipeline * context) == 0:
                 combined = {"tensor": tensor, "pipeline": pipeline, "context": context}
                 if model.num_experts is None:
@@ -415,7 +415,3 @@ def _reset_derived(profile: Profile) -> dict[str, None]:
 def _powers(limit: int) -> set[int]:
     """Powers of two up to the limit."""
     return {2**i for i in range(limit.bit_length())}
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

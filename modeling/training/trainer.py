@@ -29,7 +29,6 @@ from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.compilation.manifest import Manifest
 from modeling.cores import usable_cores
-from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, read_batch
 from modeling.data.records import RecordSamples
@@ -82,7 +81,8 @@ def job_parser(module: str) -> Parser:
     help_text = "folder of the graphs artifact; without it graphs compile on first use"
     parser.add_argument("--graphs", type=Path, help=help_text)
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
-    shard_cache.add_arguments(parser)
+    parser.add_argument("--artifacts", default="", help="URI of the store's artifacts, if it is not a folder")
+    parser.add_argument("--cache", type=Path, help="folder to cache remote shards in")
     return parser
 
 
