@@ -23,7 +23,6 @@ from typing import Any
 
 from modeling.conversion import formats, huggingface, native
 from modeling.conversion.adapters import peft
-from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.choices import NxDLayout, QKVForm
 from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.nxd import files as nxd_files
@@ -60,7 +59,7 @@ class Options:
     # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
     budget: int = BUDGET  # MB of memory for slices
-    # LoRA adapters to merge into the weights, in any format that `read_adapters` supports
+    # LoRA adapters to merge into the weights, in any format that `formats.read_adapters` supports
     adapters: Path | None = None
     average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
     # number of checkpoints to average: a run's latest, or those up to the source; None: only one
@@ -102,7 +101,7 @@ def _stats(source: Path) -> list[list[Any]]:
 
 def write_peft(source: Path, destination: Path, options: Options) -> dict[str, Any]:
     """Write LoRA adapters in PEFT's format; returns the record and raises as `convert` does."""
-    adapters = read_adapters(source, options.config, options.nxd_layout, "SOURCE")
+    adapters = formats.read_adapters(source, options.config, options.nxd_layout, "SOURCE")
     if state_files.exists(destination) and any(destination.iterdir()):
         raise ProfileError("DESTINATION", str(destination), "is not empty; name a new or empty folder")
     facts = peft.write(adapters, destination)
@@ -143,7 +142,7 @@ def convert(
         weights = AveragedWeights([read(member, training_dtype=False) for member in members], weights.dtype)
     adapters = options.adapters and formats.locate(options.adapters)
     if adapters:
-        updates = read_adapters(adapters, options.config or source, options.nxd_layout)
+        updates = formats.read_adapters(adapters, options.config or source, options.nxd_layout)
         weights = updates.merged(weights, weights.model if options.config else None, training_dtype)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)

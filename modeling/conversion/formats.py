@@ -1,4 +1,4 @@
-"""Detect the format of a checkpoint and read it as `Weights`.
+"""Detect the format of a checkpoint or of LoRA adapters, and read it as `Weights` or `Adapters`.
 
 Readers are imported when needed, because torch.distributed.checkpoint takes a second to import.
 """
@@ -15,6 +15,7 @@ from profiles.huggingface.config import read_config_json
 from profiles.sections.model import Model
 
 if TYPE_CHECKING:
+    from modeling.conversion.adapters.adapters import Adapters
     from modeling.conversion.choices import NxDLayout
     from modeling.conversion.weights import Weights
 
@@ -66,6 +67,37 @@ def read(
         return huggingface.read(files, model, described=described)
     reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
     raise ProfileError("SOURCE", str(source), reason if state_files.exists(source) else "does not exist")
+
+
+def read_adapters(
+    folder: Path, config: Path | None = None, layout: NxDLayout | None = None, option: str = "--adapters"
+) -> Adapters:
+    """The adapters in a LoRA run or checkpoint, in NxD shards, or in PEFT's folder.
+
+    Args:
+        config: config.json of the model or its folder, required for NxD shards and PEFT's folder.
+        layout: layout of NxD shards.
+        option: that named the folder, for errors.
+
+    Raises:
+        ProfileError: no adapters, or `config` or `layout` is required.
+        ValueError: a file is rejected or corrupted.
+    """
+    from modeling.conversion.adapters import nxd, peft, trained
+    from modeling.conversion.nxd import files as nxd_files
+
+    folder = locate(folder)
+    if state_files.is_file(folder / locations.MARKER):
+        return trained.TrainedAdapters(folder)
+    shards = nxd_files.find_shards(folder) if state_files.is_dir(folder) else {}
+    if not shards and not state_files.is_file(folder / peft.WEIGHTS):
+        reason = "has no adapters: no checkpoint of a LoRA run, no NxD shards, no adapter_model.safetensors of PEFT"
+        raise ProfileError(option, str(folder), reason if state_files.exists(folder) else "does not exist")
+    if config is None:
+        reason = "is missing: adapters have no config of the model; name its config.json"
+        raise ProfileError("--config", None, reason)
+    model = read_config(config)
+    return nxd.NxDAdapters(folder, shards, model, layout) if shards else peft.PeftAdapters(folder, model)
 
 
 def read_config(path: Path, option: str = "--config") -> Model:

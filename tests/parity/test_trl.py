@@ -25,9 +25,9 @@ from transformers import (
 
 from modeling.conversion import formats
 from modeling.conversion.adapters import peft, peft_experts
-from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.adapters.trained import TrainedAdapters
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.formats import read_adapters
 from modeling.data.records import open_samples
 from modeling.models.families import huggingface_tensor
 from modeling.training.reference import log_probabilities

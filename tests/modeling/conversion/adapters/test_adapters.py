@@ -13,8 +13,8 @@ from modeling.conversion import formats, native
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.adapters.peft import PeftAdapters
 from modeling.conversion.adapters.peft import write as write_peft
-from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.formats import read_adapters
 from modeling.conversion.weights import Weights
 from modeling.models.families import huggingface_tensor
 from parallel.checkpoint import locations
