@@ -44,10 +44,10 @@ class ShareLaws:
         """Old and new loss (b, 2) by the laws of the draws."""
         return np.hstack([law.drawn(point) for law, point in self._laws_at(share)])
 
-    def outcomes(self, share: float, seed: int = 0) -> np.ndarray:
+    def outcomes(self, share: float) -> np.ndarray:
         """Losses (b, 2) that one run with this share may have: those of the draws, with the noise of a run."""
-        laws = enumerate(self._laws_at(share), seed)
-        return np.hstack([law.outcomes(point, number) for number, (law, point) in laws])
+        laws = enumerate(self._laws_at(share))
+        return np.hstack([law.outcomes(point, seed) for seed, (law, point) in laws])
 
     def _laws_at(self, share: float) -> list[tuple[MixtureLaws, np.ndarray]]:
         """Both laws, each with its coordinates (2)."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling import job_log
 from modeling.compilation import compilers, graph_cache
@@ -206,11 +206,6 @@ class Trainer:
             return list(PAIR_METRICS)
         modules = range(1, self.depth + 1) if self.profile.evaluate.mtp else ()
         return [*self._metrics, *(f"mtp_loss_{distance}" for distance in modules)]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by global name."""
-        for stage in self.stages.values():
-            yield from stage.named_parameters()
 
     @property
     def compile(self) -> Compile | None:

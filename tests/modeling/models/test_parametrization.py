@@ -41,11 +41,11 @@ def test_scale_rate_and_decay_of_every_group():
     run = profile(128, rate, layers=6, decay=decay, tie_word_embeddings=True, **base)
     with Trainer(run) as trainer:
         optimizer = build_optimizer(run, [*trainer.stages.values()], trainer.mesh)
-        before = {name: weight.detach().clone() for name, weight in trainer.named_parameters()}
-        for weight in (weight for _, weight in trainer.named_parameters()):
+        before = {name: weight.detach().clone() for name, weight in trainer.stages[0].named_parameters()}
+        for weight in (weight for _, weight in trainer.stages[0].named_parameters()):
             (weight.sum()).backward()
         optimizer.step(rate)
-        after = dict(trainer.named_parameters())
+        after = dict(trainer.stages[0].named_parameters())
         optimizer.gather_parameters()
     expected = {  # standard deviation, factor of the rate
         "embedding.weight": (0.05, 1),

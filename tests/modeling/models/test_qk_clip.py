@@ -27,7 +27,7 @@ def logits_of(trainer: Trainer, optimizer):
 def test_logits_are_scaled_to_the_threshold_by_queries_and_keys_only(name):
     with Trainer(Case(name, qk_clip=THRESHOLD).profile()) as trainer:
         optimizer = make_optimizer(trainer)
-        weights = dict(trainer.named_parameters())
+        weights = dict(trainer.stages[0].named_parameters())
         with torch.no_grad():
             for parameter in (weight for name, weight in weights.items() if name.endswith("qkv.bias")):
                 parameter.normal_(std=0.5)

@@ -122,7 +122,7 @@ def key_values_over_training(steps: int) -> list[tuple[str, int, Tensor, Tensor]
     weights: list[tuple[str, int, Tensor, Tensor]] = []
 
     def collect(trainer, _) -> None:
-        for name, parameter in trainer.named_parameters():
+        for name, parameter in trainer.stages[0].named_parameters():
             for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
                 if 1 < box.replicas < trainer.mesh.tensor.size:
                     local = box.view(parameter.detach())
