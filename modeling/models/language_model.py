@@ -68,7 +68,7 @@ class LayerOptions(ModelOptions, total=False):
     bias: bool
 
 
-class NormOptions(WeightOptions, total=False):
+class NormOptions(ShardOptions, total=False):
     """Keyword arguments of a block's norms."""
 
     epsilon: float
@@ -176,12 +176,7 @@ class LanguageModel(nn.Module):
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
         self.ahead = model.prediction_layers if self.last else range(0)
         shared: ShardOptions = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        norm: NormOptions = {
-            "epsilon": model.norm_eps,
-            "sequence_parallel": sequence_parallel,
-            "dtype": dtype,
-            "device": device,
-        }
+        norm: NormOptions = {"epsilon": model.norm_eps, **shared}
         embedding: WeightOptions = {"initializer": parametrization.embedding(model), **shared}
         options: LayerOptions = {
             "initializer": parametrization.hidden(model),
@@ -201,8 +196,8 @@ class LanguageModel(nn.Module):
             module = prediction_module(self.block)  # type: ignore[arg-type]  # to mypy, classes of modules have no hash
             self.layers[str(i)] = module(model, mesh, i, norm, **options)
         if self.last:
-            norm["initializer"] = parametrization.final_norm(model)
-            self.norm = NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)
+            scale, kind = parametrization.final_norm(model), NORMS[model.family.norm]
+            self.norm = kind(model.hidden_size, mesh.tensor, initializer=scale, **norm)
             if not tied:
                 head: WeightOptions = {"initializer": parametrization.head(model), **shared}
                 self.head = VocabParallelEmbedding(*vocabulary, **head)
