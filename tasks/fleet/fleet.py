@@ -183,9 +183,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     read = read_each(store, names, lambda name: _view(store, backends, name, cached.get(name), now))
     found = dict(zip(names, read, strict=True))
     kept = {name: (stamps, view.summary) for name, (stamps, view) in found.items() if stamps is not None}
-    if {name: stamps for name, (stamps, _) in kept.items()} != {
-        name: stamps for name, (stamps, _) in cached.items()
-    }:
+    if kept != cached:
         contents = {name: [stamps, vars(summary)] for name, (stamps, summary) in kept.items()}
         try:
             state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)

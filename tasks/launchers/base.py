@@ -180,9 +180,7 @@ def next_attempt(attempt_file: Path) -> int:
 class Launcher(Protocol):
     """Starts jobs on this machine or a cluster, re-attaches to them and reports their status.
 
-    A job outlives the process that submitted it: any process finds it by its name and folder, and polls or cancels it. All of its
-    processes write to `Job.log_file`. An exception of `poll` means that the status is unknown; `execute` then polls again. The
-    contract is tested by `tasks/launchers/conformance.py`.
+    The contract is that of the module's docstring.
     """
 
     def submit(self, job: Job) -> Handle:
