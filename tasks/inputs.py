@@ -67,7 +67,7 @@ class Lockfile:
                 if keys.digest(pin["question"]) != digest or not isinstance(pin["resolved"], str):
                     raise ValueError(f"entry {digest} is corrupted")
                 if "source" in pin["question"]:
-                    list(map(Shard.from_json, pin["answer"]))
+                    [Shard(**shard) for shard in pin["answer"]]
             return cls(value["answers"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CorruptedState(
@@ -237,7 +237,7 @@ def _shards(
             return [asdict(shard) for shard in found]
 
         for shard in pin(reference, find_shards):
-            yield replace(Shard.from_json(shard), source=number, use=source.use)
+            yield replace(Shard(**shard), source=number, use=source.use)
 
 
 def _weights(

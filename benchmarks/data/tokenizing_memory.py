@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness.processes import peak_memory
@@ -57,7 +58,7 @@ def main() -> None:
         context = Context(resolve.load("tiny", overrides), store)
         tokenizer = TokenizerStep().run(Context(resolve.load("tiny"), store))
         plan, shards = folder / "plan.json", folder / "shards.json"
-        plan.write_text(json.dumps(DatasetStep(tokenizer).plan(context).to_json()))
+        plan.write_text(json.dumps(asdict(DatasetStep(tokenizer).plan(context))))
         shards.write_text("[0]")
         command = [sys.executable, "-m", "tasks.tokenization.worker", "--plan", str(plan)]
         _, peak = peak_memory([*command, "--store", store.uri, "--shards", str(shards)], "VmHWM")

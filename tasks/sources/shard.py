@@ -11,9 +11,11 @@ import errno
 import io
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from modeling.data.indexed import IndexedError
 from profiles.huggingface import hub
@@ -73,9 +75,9 @@ def is_corruption(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Shard:
-    """One separately cached part of a source."""
+    """One separately cached part of a source; `Shard(**value)` reads its JSON."""
 
     name: str  # shown to users
     format: str  # how it is read, a key of readers.READERS
@@ -89,10 +91,6 @@ class Shard:
     use: str = "split"  # or "train" or "validation"
     anonymous: bool = False  # whether S3 is read without credentials
     fetch: bool = False  # whether a file on the hub is downloaded before it is read
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Shard:
-        return cls(**{**value, "paths": tuple(value["paths"]), "states": tuple(value.get("states", ()))})
 
 
 def resolve_filesystem(

@@ -66,11 +66,6 @@ class Artifact:
         values = asdict(self)
         return {**values.pop("id"), **values}
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Artifact:
-        values = dict(value)
-        return cls(ArtifactId(values.pop("kind"), values.pop("key")), **values)
-
 
 @dataclass
 class HashBudget:

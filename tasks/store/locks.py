@@ -22,12 +22,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
+from pydantic.dataclasses import dataclass
 
 from tasks.store.backends.backend import Backend
 
@@ -59,11 +60,6 @@ class LockOwner:
     def current(cls) -> LockOwner:
         pid, started = os.getpid(), psutil.Process().create_time()
         return cls(socket.gethostname(), pid, started, _system(), _start_ticks(pid))
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> LockOwner:
-        host, pid, started = str(value["host"]), int(value["pid"]), float(value["started"])
-        return cls(host, pid, started, value.get("system"), value.get("ticks"))
 
     @property
     def is_local(self) -> bool:
@@ -234,7 +230,7 @@ def _holder(ticket: bytes) -> LockOwner | str | None:
     """Owner of a ticket; None if released, expired or its process is gone; _UNREADABLE if unparsable."""
     try:
         state = json.loads(ticket)
-        owner = LockOwner.from_json(state["owner"])
+        owner = LockOwner(**state["owner"])
         is_over = state["released"] or float(state["expires"]) < time.time()
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE

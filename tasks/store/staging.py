@@ -46,9 +46,9 @@ def abandoned_folders(root: Path) -> Iterator[Path]:
         return
     for outer in folders:
         try:
-            owner = LockOwner.from_json(json.loads((outer / "owner.json").read_text()))
+            owner = LockOwner(**json.loads((outer / "owner.json").read_text()))
             abandoned = owner.is_gone if owner.is_local else _age(outer) > MAX_AGE
-        except (OSError, ValueError, KeyError):  # being created or removed, or its process was killed
+        except (OSError, ValueError, TypeError):  # being created or removed, or its process was killed
             abandoned = _age(outer) > MAX_AGE
         if abandoned:
             yield outer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from profiles.errors import ProfileError
 from profiles.schema import Objective, Profile
@@ -39,7 +41,10 @@ def record_options(profile: Profile) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """Everything that the shards' tokens depend on; the options are those of a profile's `data` section."""
+    """Everything that the shards' tokens depend on; the options are those of a profile's `data` section.
+
+    `asdict` makes it JSON, and `DatasetPlan(**value)` reads that.
+    """
 
     tokenizer: Artifact  # the tokenizer's artifact
     shards: tuple[Shard, ...]  # of all sources, in order
@@ -81,13 +86,3 @@ class DatasetPlan:
             options["engine"] = self.engine
         drops = self.drops[k] if self.drops else ""
         return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
-
-    def to_json(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "tokenizer": self.tokenizer.to_json(), "shards": [*map(asdict, self.shards)]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> DatasetPlan:
-        shards = tuple(map(Shard.from_json, value["shards"]))
-        tokenizer = Artifact.from_json(value["tokenizer"])
-        return cls(**{**value, "tokenizer": tokenizer, "shards": shards, "drops": tuple(value["drops"])})

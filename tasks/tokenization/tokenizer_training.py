@@ -138,7 +138,7 @@ def main(path: str) -> None:
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
     job = json.loads(state_files.contents(Path(path)))
-    shards = [Shard.from_json(shard) for shard in job["shards"]]
+    shards = [Shard(**shard) for shard in job["shards"]]
 
     def work() -> None:
         _train(_texts(shards, job["held_out"], None), job["size"], Path(job["folder"]))

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Read by rayon, the thread pool of both engines.
     os.environ["RAYON_NUM_THREADS"] = str(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
-    plan = DatasetPlan.from_json(json.loads(state_files.contents(options.plan)))
+    plan = DatasetPlan(**json.loads(state_files.contents(options.plan)))
     store = Store(options.store, options.work_dir)
     if options.serve:
         logging.getLogger().addHandler(_LogForwarder())
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _process(operation: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
-    return OPERATIONS[operation](plan, store, k, threads=threads).to_json()
+    return asdict(OPERATIONS[operation](plan, store, k, threads=threads))
 
 
 def answer(work: Callable[[], Any]) -> dict[str, Any]:

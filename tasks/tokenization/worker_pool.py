@@ -19,8 +19,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
+
+from pydantic import TypeAdapter
 
 from profiles.arguments import to_arguments
 from profiles.errors import ProfileError
@@ -65,7 +68,7 @@ class WorkerPool:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="trainshed-")
         path = Path(self._folder.name) / "plan.json"
-        path.write_text(json.dumps(plan.to_json()))
+        path.write_text(json.dumps(asdict(plan)))
         self._command = [sys.executable, "-P", "-m", START, "tasks.tokenization.worker", "--serve"]
         self._command += to_arguments(plan=path, store=store.uri, work_dir=store.work_dir, threads=threads)
         self._environment = worker_environment(token)
@@ -92,7 +95,7 @@ class WorkerPool:
             if worker is None:
                 worker = Worker(self._command, self._environment, self._forward_log)
                 self._workers.add(worker)
-            return Artifact.from_json(worker.ask(f"{operation} {k}", f"shard {k}"))
+            return TypeAdapter(Artifact).validate_python(worker.ask(f"{operation} {k}", f"shard {k}"))
         except WorkerFailed:
             if worker is not None:
                 worker.close()
@@ -207,7 +210,7 @@ def process_shards(
         SourceError: a job rejects a shard.
         JobFailed: a job failed for another reason.
     """
-    contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
+    contents = {"plan.json": asdict(plan), "shards.json": list(numbers)}
     # The folder depends on the contents, or flows that share a store would replace each other's arrays.
     folder = store.local_cache / "array" / keys.digest({"order": operation, **contents})
     for name, value in contents.items():

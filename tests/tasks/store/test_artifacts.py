@@ -62,7 +62,6 @@ def test_find_returns_a_published_artifact_with_its_summary_and_manifest(store):
     published = publish(store)
     found = store.artifacts.find(K1)
     assert found == published == Artifact(K1, str(store.artifacts.path(found)), {"tokens": 3})
-    assert Artifact.from_json(json.loads(json.dumps(published.to_json()))) == published
     for name, content in FILES.items():
         assert (store.artifacts.path(found) / name).read_bytes() == content
     manifest = json.loads((store.artifacts.path(found) / "manifest.json").read_text())

@@ -195,7 +195,7 @@ def test_owner_differs_from_a_later_process_with_the_same_pid():
     current = LockOwner.current()
     assert not current.is_gone
     assert replace(current, ticks=current.ticks - 1).is_gone
-    assert LockOwner.from_json(asdict(current)) == current
+    assert LockOwner(**asdict(current)) == current
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert replace(current, pid=process.pid, started=time.time()).is_gone
@@ -203,7 +203,7 @@ def test_owner_differs_from_a_later_process_with_the_same_pid():
     # A container that reuses the host's name has another boot id or pid namespace; files of earlier versions have neither.
     assert not replace(current, pid=process.pid, system="another-boot 4026531836").is_gone
     earlier = {name: value for name, value in asdict(current).items() if name != "system"}
-    assert not LockOwner.from_json({**earlier, "pid": process.pid}).is_gone
+    assert not LockOwner(**{**earlier, "pid": process.pid}).is_gone
 
 
 def test_owner_is_not_gone_after_the_clock_was_set():

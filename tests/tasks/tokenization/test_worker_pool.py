@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -76,9 +77,9 @@ def test_pool_makes_the_same_shards_as_one_process_and_logs_each_message_once(
 def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
     plan = plan_of(wanted, store)
     path, numbers = tmp_path / "plan.json", tmp_path / "shards.json"
-    path.write_text(json.dumps(plan.to_json()))
+    path.write_text(json.dumps(asdict(plan)))
     numbers.write_text("[0, 3, 4]")
-    assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
+    assert DatasetPlan(**json.loads(path.read_text())) == plan
     arguments = ["--plan", str(path), "--store", store.uri, "--shards", str(numbers)]
     assert worker.main([*arguments, "--index", "1", "--of", "2"]) == 0
     made = [bool(store.artifacts.find(ArtifactId("tokens", plan.key(k)))) for k in range(5)]
