@@ -5,7 +5,6 @@ Strings contain no line breaks in JSON, so both are cut into records line by lin
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -22,8 +21,8 @@ def is_lines(start: bytes) -> bool:
     first = first.rstrip()
     if first.startswith(b"["):
         return False
-    # A record that goes on in the next line is cut after a bracket, a colon or a comma; a damaged line anywhere.
-    return not (newline and first.startswith(b"{") and first[-1:] in b"{[:," and not _is_json(first))
+    # A record that goes on in the next line is cut after a bracket, a colon or a comma; a damaged line may end anywhere.
+    return not (newline and first.startswith(b"{") and first[-1:] in b"{[:,")
 
 
 def records(lines: Iterable[Line]) -> Iterator[Line]:
@@ -76,11 +75,3 @@ def _require(outside: bytes, wanted: bytes, locate: Callable[[], str]) -> None:
     if (found := b"".join(outside.split())) != wanted:
         reason = f"{wanted.decode()!r} expected around records, not {found[:40].decode(errors='replace')!r}"
         raise SourceError(f"{locate()}: invalid JSON: {reason}; the records must be JSON objects")
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
