@@ -6,7 +6,7 @@ that differ (profiles/sections/roles.py) say why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,11 +227,3 @@ class _Comparison:
             self._follows(ExportStep.name, TokenizerStep.name)
             return
         self._compare(ExportStep(tokenizer, identity, weights))
-
-
-def to_json(rerun: Rerun) -> Mapping[str, Any]:
-    return {
-        **{name: value for name, value in vars(rerun).items() if name not in ("changes", "steps")},
-        "changes": [vars(change) for change in rerun.changes],
-        "steps": [vars(step) for step in rerun.steps],
-    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
@@ -10,7 +12,7 @@ from flows.ui.console import TrimmedConsole, plain_table, print_json, waiting
 from modeling.planning.auto import resolve_auto
 from profiles.errors import format_value
 from profiles.schema import Profile
-from tasks.rerun import Rerun, compare, to_json
+from tasks.rerun import Rerun, compare
 from tasks.store.runs import RunExists
 from tasks.store.store import Store
 
@@ -22,7 +24,7 @@ def show_rerun(profile: Profile, command: RunCommand, run: str, *, as_json: bool
         store = Store(command.store, profile.cluster.work_dir or "store").existing()
         rerun = compare(store, profile, run)
     if as_json:
-        print_json(to_json(rerun))
+        print_json(asdict(rerun))
         return DONE
     console = TrimmedConsole()
     reached = f"at step {rerun.checkpoint:,}" if rerun.checkpoint else "without a checkpoint"

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from prefect import Task, task, unmapped
@@ -124,7 +124,7 @@ class StepTask:
             except STOPS as stop:
                 self.stop = stop
                 return Cancelled(name=STOPPED)
-            return Completed(name="Cached" if self.cached else "Completed", data=self.artifact.to_json())
+            return Completed(name="Cached" if self.cached else "Completed", data=asdict(self.artifact))
 
         return make_task(
             attempt, {"name": step.name, "task_run_name": step.title(profile), **retries.options}

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,10 +61,6 @@ class Artifact:
     @property
     def key(self) -> str:
         return self.id.key
-
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        return {**values.pop("id"), **values}
 
 
 @dataclass
