@@ -250,11 +250,16 @@ def execute(
             handle = launcher.submit(job)
         start = last_known = time.monotonic()
         while True:
+            failure: JobFailed | None = None
             try:
-                running, failure = _state(launcher, handle, on_status)
+                status = launcher.poll(handle)
+                on_status(status)
+                running = status.running
+                if not running and (status.exit_code not in (0, None) or status.note):
+                    failure = launcher.failure(handle, status)
                 last_known = time.monotonic()
             except Exception as error:
-                running, failure = True, None
+                running = True
                 warn_once("cannot get the job's status; retrying", error)
                 if time.monotonic() - last_known > STATUS_TIMEOUT:
                     raise Unavailable(
@@ -288,13 +293,3 @@ def _stop(launcher: Launcher, job: Job, handle: Handle | None, grace: float) -> 
         saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""
         log.warning("stopping %s%s", job.name, saves)
         launcher.cancel(handle, grace)
-
-
-def _state(
-    launcher: Launcher, handle: Handle, on_status: Callable[[Status], None]
-) -> tuple[bool, JobFailed | None]:
-    """Whether the job is running, and its failure if it failed."""
-    status = launcher.poll(handle)
-    on_status(status)
-    failed = not status.running and (status.exit_code not in (0, None) or status.note)
-    return status.running, launcher.failure(handle, status) if failed else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -70,11 +70,9 @@ def _parquet_batches(shard: Shard, token: str | None, column: str | None) -> Ite
 
 
 def _arrow_batches(shard: Shard, token: str | None) -> Iterator[Batch]:
-    for number, batch in enumerate(all_arrow_batches(shard, token)):
-        if shard.stop is not None and number >= shard.stop:
-            return
-        if number >= shard.start:
-            yield f"{shard.paths[0]}, record batch {number}", 0, batch
+    numbered = enumerate(all_arrow_batches(shard, token))
+    for number, batch in islice(numbered, shard.start, shard.stop):
+        yield f"{shard.paths[0]}, record batch {number}", 0, batch
 
 
 def all_arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:

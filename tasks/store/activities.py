@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from profiles.errors import ProfileError
+from tasks.store import locks
 from tasks.store.locks import Lock
 from tasks.store.store import Store
 
@@ -56,12 +57,12 @@ def without_readers(store: Store, name: str) -> Iterator[None]:
 
 def holder(store: Store, kind: Kind, name: str) -> str | None:
     """The process that performs an activity; None if there is none."""
-    return store.lock_holder(f"{kind}-{name}")
+    return locks.holder(store.backend, f"locks/{kind}-{name}")
 
 
 def find_all(store: Store) -> Iterator[tuple[str, str]]:
     """Run and process of every activity."""
     for lock in sorted(store.backend.entries("locks")):
         kind, _, name = lock.partition("-")
-        if kind in get_args(Kind) and (process := store.lock_holder(lock)):
+        if kind in get_args(Kind) and (process := locks.holder(store.backend, f"locks/{lock}")):
             yield name, process

@@ -194,18 +194,13 @@ def differences(
         identity: of the profile's run; None if it is not known yet, but another one.
         inputs: keys of what the profile's run starts from.
     """
-    found = [] if run.stored_identity == identity else _differences(existing, profile, folder, inputs)
+    found = []
+    if run.stored_identity != identity:
+        known = state_files.read_json(folder / run_files.INPUTS) or {}
+        others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
+        found = _setting_differences(existing, profile) + others
+        found = found or ["it was forked from another run, or made by another version of Trainshed"]
     return found + _schedule_differences(existing, profile, latest_checkpoint(run))
-
-
-def _differences(
-    existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
-) -> list[str]:
-    """Descriptions of what makes the mathematics of two runs differ."""
-    known = state_files.read_json(folder / run_files.INPUTS) or {}
-    others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
-    found = _setting_differences(existing, profile) + others
-    return found or ["it was forked from another run, or made by another version of Trainshed"]
 
 
 def _setting_differences(existing: Profile | None, profile: Profile) -> list[str]:

@@ -106,10 +106,6 @@ class Store:
         """Hold a lock that is not an artifact's, for a block; see `locks.acquire`."""
         return locks.acquire(self.backend, f"locks/{name}", watch=watch)
 
-    def lock_holder(self, name: str) -> str | None:
-        """The holder of a lock that is not an artifact's; None if it is free."""
-        return locks.holder(self.backend, f"locks/{name}")
-
     @property
     def location(self) -> str:
         """Its absolute path, or its URI."""
