@@ -157,7 +157,7 @@ def judge(
     gated = {gate.on for gate in gates}
     # Selections of the same sets are shown once, under the first name; a selection of all sets, such as the only source, is not.
     shown = {tuple(found): name for name, found in reversed(selected.items()) if len(found) < len(after)}
-    others = [name for name in values if name not in gated and (name in shown.values() or name in scores[0])]
+    others = [name for name in values if name not in gated and name in shown.values()]
     return Verdict([*rows, *(Row(name, *values[name]) for name in others)])
 
 
