@@ -122,7 +122,10 @@ class _Comparison:
         if dataset and self.profile.train.epochs is not None:
             self.profile = with_steps(self.profile, dataset)
         if self.profile.precomputes_reference:
-            self._compare_reference(dataset, weights, graphs)
+            if dataset and weights:
+                self._compare(ReferenceStep(dataset, weights, graphs))
+            else:
+                self._follows(ReferenceStep.name, CheckpointStep.name if dataset else DatasetStep.name)
         checkpoint = runs.latest_checkpoint(self.run)
         differences = self._differences(tokenizer, step, checkpoint)
         if differences:
@@ -173,15 +176,6 @@ class _Comparison:
 
     def _follows(self, step: str, earlier: str) -> None:
         self.steps.append(StepOutcome(step, RUNS, [f"after {earlier}"]))
-
-    def _compare_reference(
-        self, dataset: Artifact | None, weights: Artifact | None, graphs: Artifact | None
-    ) -> None:
-        if dataset is None or weights is None:
-            earlier = DatasetStep.name if dataset is None else CheckpointStep.name
-            self._follows(ReferenceStep.name, earlier)
-        else:
-            self._compare(ReferenceStep(dataset, weights, graphs))
 
     def _differences(
         self, tokenizer: Artifact | None, step: DatasetStep | None, checkpoint: int

@@ -11,7 +11,7 @@ from typing import Any
 from modeling.data.records import Rows, rows_path
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual.held_out import HeldOut, round_origin, shard_path
+from tasks.continual.held_out import Entry, HeldOut, round_origin, shard_path
 from tasks.continual.replay import publish
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import read_file
@@ -20,8 +20,6 @@ from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 from tasks.tokenization import record_rows
-
-Entry = dict[str, Any]  # a shard in corpus.json
 
 
 def new_data(

@@ -32,15 +32,11 @@ def get_or_create(
         document = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "target": target, **computed}
         shown = {name: document[name] for name in ("written", *summary)} | {"settings": target["settings"]}
         with store.artifacts.publish(id, shown) as folder:
-            (folder / _file(id.kind)).write_text(json.dumps(document, indent=1))
+            (folder / f"{id.kind}.json").write_text(json.dumps(document, indent=1))
     return store.artifacts.expect(id)
 
 
 def read(store: Store, artifact: Artifact) -> dict[str, Any]:
-    path = store.artifacts.path(artifact) / _file(artifact.kind)
+    path = store.artifacts.path(artifact) / f"{artifact.kind}.json"
     contents: dict[str, Any] = json.loads(retried(path.read_text))
     return contents
-
-
-def _file(kind: str) -> str:
-    return f"{kind}.json"

@@ -82,7 +82,7 @@ class KubernetesLauncher:
         log_start = size_of(job.log_file)
         name = manifests.resource_name(job)
         body = manifests.manifest(name, job, self._cluster, log_start, attempt)
-        created = self._call(self._jobs.create_namespaced_job, body, field_validation="Strict")
+        created = self._call(self._jobs.create_namespaced_job, body=body, field_validation="Strict")
         try:
             handle = self._completed(job, created)
         except BaseException:
@@ -183,7 +183,7 @@ class KubernetesLauncher:
         for body, create, read in dependents:
             body["metadata"]["ownerReferences"] = [owner]
             try:
-                self._call(create, body, field_validation="Strict")
+                self._call(create, body=body, field_validation="Strict")
             except self._api_error:
                 # An existing one is a conflict, or forbidden if the namespace's quota is used up.
                 if self._read(read, name) is None:
@@ -220,10 +220,8 @@ class KubernetesLauncher:
             options = {"propagation_policy": "Background", "grace_period_seconds": grace}
             self._call(self._jobs.delete_namespaced_job, name=name, **options)
 
-    def _call(self, method: Callable[..., Any], body: Any = None, **arguments: Any) -> Any:
+    def _call(self, method: Callable[..., Any], **arguments: Any) -> Any:
         """Send a request. Raises Unavailable if the API server cannot be reached or cannot answer now."""
-        if body is not None:
-            arguments["body"] = body
         try:
             return method(namespace=self._namespace, _request_timeout=REQUEST_SECONDS, **arguments)
         except self._connection_error as error:

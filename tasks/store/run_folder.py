@@ -221,7 +221,12 @@ class RunFolder:
         if self._remote:
             self._remote.copy(f"{self._prefix}/{part}", f"{target._prefix}/{into}", last=locations.MARKER)
         else:
-            _link_files(self.path / part, target.path / into)
+            source, copy = self.path / part, target.path / into
+            state_files.remove(copy)
+            copy.mkdir(parents=True)
+            names = sorted(path.name for path in source.iterdir() if path.name != locations.MARKER)
+            for name in [*names, locations.MARKER]:
+                _link(source / name, copy / name)
 
     def restore(self, part: str) -> None:
         """Download a part of the run that only the remote store has."""
@@ -430,15 +435,6 @@ class RunFolder:
 def checkpoint_steps(files: Iterable[str]) -> list[int]:
     """Steps of the complete checkpoints among a run's files, in ascending order."""
     return sorted(int(match[1]) for match in map(COMPLETE.fullmatch, files) if match)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Copy a checkpoint's files by hard links, or by contents across file systems; its marker last."""
-    state_files.remove(target)
-    target.mkdir(parents=True)
-    names = sorted(path.name for path in source.iterdir() if path.name != locations.MARKER)
-    for name in [*names, locations.MARKER]:
-        _link(source / name, target / name)
 
 
 def _link(source: Path, target: Path) -> None:

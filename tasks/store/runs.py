@@ -254,24 +254,21 @@ def record_flow_run(folder: Path, flow_run: str) -> None:
 def folders_of_flow_run(store: Store, name: str, flow_run: str) -> list[Path]:
     """Folders of a run, and of the rounds of its series, that a flow run used last; the latest first."""
     folder = store.run_folder(name).path
-    records = _records([folder, *folders.matches(folder.parent, f"{name}-round-*")], flow_run)
-    return [
-        record.parent for record in sorted(records, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    ]
+    used = _used_by(flow_run, [folder, *folders.matches(folder.parent, f"{name}-round-*")])
+    return sorted(used, key=lambda each: (each / run_files.FLOW_RUN).stat().st_mtime_ns, reverse=True)
 
 
 def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
     """Scratch folders of the store that a flow run uses or used last."""
-    scratch = folders.matches(store.work_dir / "work", "*")
-    return [record.parent for record in _records(scratch, flow_run)]
+    return _used_by(flow_run, folders.matches(store.work_dir / "work", "*"))
 
 
-def _records(parents: Iterable[Path], flow_run: str) -> list[Path]:
-    """The records of these folders that name this flow run. A link to itself in a folder's place has none."""
-    records = [folder / run_files.FLOW_RUN for folder in parents]
+def _used_by(flow_run: str, parents: Iterable[Path]) -> list[Path]:
+    """Those of the folders whose record names this flow run. A link to itself in a folder's place has none."""
+    records = ((folder, folder / run_files.FLOW_RUN) for folder in parents)
     return [
-        record
-        for record in records
+        folder
+        for folder, record in records
         if state_files.is_file(record) and state_files.read_text(record) == flow_run
     ]
 
