@@ -325,14 +325,9 @@ def forecast(target: str, rungs: Sequence[Sequence[float]], metrics: Sequence[Ma
     return digest({"step": "forecast", "recipe": 4, "target": target, **measured})
 
 
-def mixture(target: str, **fitted: Any) -> str:
-    """Key of a proposed mixture: target settings, the proxies' weights and losses, objective and bounds."""
-    return digest({"step": "mixture", "recipe": 1, "target": target, **fitted})
-
-
-def share(target: str, **fitted: Any) -> str:
-    """Key of a proposed replay share: target settings, proxies' shares and losses, limit and objective."""
-    return digest({"step": "share", "recipe": 1, "target": target, **fitted})
+def proposal(kind: str, target: str, **fitted: Any) -> str:
+    """Key of a proposed mixture or replay share: target settings, and what its laws are fitted to."""
+    return digest({"step": kind, "recipe": 1, "target": target, **fitted})
 
 
 def training(run: str, identity: str, train: Train) -> str:

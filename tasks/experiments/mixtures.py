@@ -97,7 +97,8 @@ def write_proposal(
     weights = np.array([[proxy.weights.get(name, 0.0) for name in sources] for proxy in measured])
     losses = np.array([[proxy.losses[name] for name in held_out] for proxy in measured])
     settings = keys.forecast_target(target.profile)
-    key = keys.mixture(
+    key = keys.proposal(
+        KIND,
         settings,
         proxies=[weights.tolist(), losses.tolist()],
         objective=objective,

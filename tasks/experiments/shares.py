@@ -67,7 +67,7 @@ def write_proposal(
     settings = keys.forecast_target(target.profile)
     # A gate's limit is infinite if there is none, which JSON has no number for.
     fitted = {"proxies": [shares, losses.tolist()], "before": dict(before), "limit": str(limit)}
-    key = keys.share(settings, **fitted, objective=weights)
+    key = keys.proposal(KIND, settings, **fitted, objective=weights)
 
     def compute() -> dict[str, Any]:
         try:

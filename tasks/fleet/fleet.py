@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 CACHE = "fleet.json"  # in the store's local cache
 VERSION = 5  # of its contents
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
-NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
 UNREADABLE = "unreadable"  # state of a run whose folder cannot be read, or whose files are corrupted
 
@@ -166,10 +165,6 @@ class Fleet:
             for name, seconds in run.use.seconds.items():
                 totals[name] += seconds * (run.summary.node_count or 1)
         return totals
-
-    @property
-    def bad_nodes(self) -> list[Node]:
-        return [node for node in self.nodes if node.failures >= NODE_FAILURES]
 
 
 def read_fleet(store: Store, now: float | None = None) -> Fleet:

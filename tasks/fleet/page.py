@@ -16,6 +16,7 @@ from tasks.reporting.format import format_age, format_count, format_duration, fo
 
 SLOW = 0.8  # share of the planned speed below which a run is in the warnings
 NODES = 50  # maximum on the page
+NODE_FAILURES = 3  # failures at which a node is in the warnings
 NAMED = 5  # runs that a warning names
 COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number: aligned to the right
     "run": "",
@@ -86,7 +87,8 @@ def warning_texts(fleet: Fleet) -> list[str]:
     texts = [
         f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with "
         f"--set 'cluster.slurm=[--exclude={node.name}]'"
-        for node in fleet.bad_nodes
+        for node in fleet.nodes
+        if node.failures >= NODE_FAILURES
     ]
     texts += [f"Not shown: {run.summary.problem}" for run in fleet.runs if run.summary.problem]
     failed = [

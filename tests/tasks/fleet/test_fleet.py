@@ -82,7 +82,7 @@ def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(stor
     assert found["waiting"].use.seconds["queue"] > 100  # until now
     nodes = [(node.name, node.failures, node.runs) for node in fleet.nodes]
     assert nodes == [("n7", 3, ("failed",)), ("n8", 2, ("failed", "unnamed"))]
-    assert [node.name for node in fleet.bad_nodes] == ["n7"]
+    assert [text.split()[1] for text in warning_texts(fleet) if text.startswith("Node")] == ["n7"]
 
 
 def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_that_failed(tmp_path, capsys):
