@@ -35,9 +35,9 @@ POLL_SECONDS = 1.0
 MAX_ROWS = 200  # between flushes
 RETRY_SECONDS = retry_policies.TRACKER.delays  # before each retry; the last applies to all further ones
 TRACKERS = {
-    "wandb": "tasks.tracking.wandb_tracker:WandbTracker",
-    "mlflow": "tasks.tracking.mlflow_tracker:MlflowTracker",
-    "trackio": "tasks.tracking.trackio_tracker:TrackioTracker",
+    "wandb": "tasks.tracking.trackers:WandbTracker",
+    "mlflow": "tasks.tracking.trackers:MlflowTracker",
+    "trackio": "tasks.tracking.trackers:TrackioTracker",
 }
 NONE = -1  # as the last step sent; 0 is the evaluation of a fine-tuning run's initial weights
 Row = dict[str, Any]

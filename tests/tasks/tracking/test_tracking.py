@@ -15,9 +15,9 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers.conformance import wait
 from tasks.tracking import process, worker
-from tasks.tracking.mlflow_tracker import MlflowTracker
 from tasks.tracking.process import labels_of, tracking
 from tasks.tracking.protocol import TrackedRun
+from tasks.tracking.trackers import MlflowTracker
 from tests.profiles.pair import PAIR
 from tests.tasks.tracking import wandb_files
 
