@@ -264,7 +264,7 @@ def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
 
 
 def _used_by(flow_run: str, parents: Iterable[Path]) -> list[Path]:
-    """Those of the folders whose record names this flow run. A link to itself in a folder's place has none."""
+    """Those of the folders whose record names this flow run; a link to itself in one's place has none."""
     records = ((folder, folder / run_files.FLOW_RUN) for folder in parents)
     return [
         folder
