@@ -29,8 +29,10 @@ from parallel.attention.maxima import SCORES
 from parallel.experts import dropless
 from parallel.torch_internals import TorchDispatchMode, tree_leaves
 
-# Shape, strides and dtype of what an operator returns for equal inputs; None: it has to run.
-_results: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}
+Result = tuple[torch.Size, tuple[int, ...], torch.dtype] | int | None
+"""What an operator returns: shape, strides and dtype, or the position of an argument; None: it has to run."""
+
+_results: dict[Hashable, Result] = {}  # by the operator and what its arguments are
 REMEMBERED = 100_000  # results at most; a search has some thousands
 
 
@@ -138,20 +140,29 @@ class Meter(TorchDispatchMode):
 def _shaped(function: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What an operator returns on the meta device.
 
-    torch computes a shape in about a millisecond of Python, and layers repeat their operators: a result is remembered for equal
-    shapes, strides and dtypes of the inputs, if the operator returns one tensor that shares no memory with them.
+    torch computes a shape in a millisecond of Python or more, and layers repeat their operators: a result is remembered for equal
+    shapes, strides and dtypes of the inputs, if the operator returns one tensor that shares no memory with them, or one of them.
     """
-    key = (function, tuple(map(_described, inputs)), tuple((name, _described(named[name])) for name in named))
+    given = (*inputs, *named.values())
+    described = tuple(map(_described, given))
+    key = (function, described, tuple(named))
     try:
         known = _results.get(key)
     except TypeError:  # an input that cannot be a key
         return function(*inputs, **named)
+    if isinstance(known, int):
+        return given[known]
     if known is not None:
         size, stride, dtype = known
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")
     result = function(*inputs, **named)
     if key not in _results and len(_results) < REMEMBERED:
-        _results[key] = _remembered(function, result, tree_leaves([inputs, named]))
+        same = [position for position, each in enumerate(given) if each is result]
+        if same and isinstance(result, Tensor):  # written in place, and perhaps resized
+            kept = len(same) == 1 and _described(result) == described[same[0]]
+            _results[key] = same[0] if kept else None
+        else:
+            _results[key] = _remembered(function, result, tree_leaves(given))
     return result
 
 
@@ -164,9 +175,7 @@ def _described(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are equal, but promote dtypes differently
 
 
-def _remembered(
-    function: Any, result: Any, inputs: Sequence[Any]
-) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
+def _remembered(function: Any, result: Any, inputs: Sequence[Any]) -> Result:
     schema = function._schema
     if schema.is_mutable or not isinstance(result, Tensor) or any(each.alias_info for each in schema.returns):
         return None

@@ -1,6 +1,9 @@
 """Memory of a rank beyond parameters, gradients and states."""
 
+import torch
+
 from modeling.planning.memory import PlannedBucket, activation_bytes
+from modeling.planning.meter import Meter
 from modeling.planning.stage_costs import StageCosts
 from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.muon import Muon
@@ -31,3 +34,16 @@ def test_gradients_that_backward_holds_are_counted():
     weights = sum(parameter.nbytes for parameter in block.parameters())
     assert eager < 0.6 * weights < weights < compiled
     assert backward("model.tie_word_embeddings=true") - compiled == 2 * 32000 * 4096
+
+
+def test_results_written_in_place_are_the_tensors_that_were_given():
+    """Also where the result of the same operator for tensors of the same shapes is known."""
+    for _ in range(2):
+        a, b, c = (torch.empty(3, device="meta") for _ in range(3))
+        with Meter([a, b, c], {}, None) as meter:
+            assert torch.logaddexp(a, b, out=a) is a
+            assert torch.logaddexp(a, b, out=c) is c
+            assert torch.logaddexp(a, b, out=b) is b
+            assert a.add_(a) is a
+            assert b.add_(a) is b
+        assert meter.live == meter.peak == 0
