@@ -10,12 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from modeling.data.corpus import Samples
-from modeling.data.records import RecordSamples
-from parallel.device import page_locked
 
 DEPTH = 2  # batches to read ahead
 
@@ -32,24 +27,6 @@ class Batch(NamedTuple):
     # (rows) or (rows, answers) float32, log-probability of each row's answers under the reference model, for dpo; None: computed
     # by the trainer if the objective needs it, else 0
     reference: Tensor | None = None
-
-
-def read_batch(
-    samples: Samples | RecordSamples, first: int, count: int, device: torch.device, *, documents: bool
-) -> Batch:
-    """The samples [first, first + count), ready to be copied to the device.
-
-    Args:
-        documents: whether to read where documents begin.
-    """
-    arrays = {"tokens": samples.batch(first, count)}
-    if documents:
-        arrays["documents"] = samples.document_starts(first, count)
-    if isinstance(samples, RecordSamples) and samples.answers > 1:
-        arrays["answers"] = samples.answer_numbers(first, count)
-    if isinstance(samples, RecordSamples) and samples.reference is not None:
-        arrays["reference"] = samples.references(first, count)
-    return Batch(**{name: page_locked(torch.from_numpy(array), device) for name, array in arrays.items()})
 
 
 class Prefetcher:

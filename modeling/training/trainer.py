@@ -30,7 +30,7 @@ from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.compilation.manifest import Manifest
 from modeling.cores import usable_cores
 from modeling.data.corpus import Samples
-from modeling.data.prefetch import Batch, read_batch
+from modeling.data.prefetch import Batch
 from modeling.data.records import RecordSamples
 from modeling.models.build import (
     DTYPES,
@@ -225,11 +225,20 @@ class Trainer:
         masks = self.profile.document_masks or self.profile.padding_masks
         return self.first or self.last or masks
 
-    def read_batch(self, dataset: Samples | RecordSamples, first: int, count: int) -> Batch:
+    def read_batch(self, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
         """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
         if not self.reads_samples:
             return Batch()
-        return read_batch(dataset, first, count, self.torch_device, documents=self.profile.document_masks)
+        arrays = {"tokens": samples.batch(first, count)}
+        if self.profile.document_masks:
+            arrays["documents"] = samples.document_starts(first, count)
+        if isinstance(samples, RecordSamples):
+            if samples.answers > 1:
+                arrays["answers"] = samples.answer_numbers(first, count)
+            if samples.reference is not None:
+                arrays["reference"] = samples.references(first, count)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return Batch(**{name: devices.page_locked(each, self.torch_device) for name, each in tensors.items()})
 
     def _shard(self, batch: Batch, *, modules: bool = False) -> Local:
         """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its masks.
