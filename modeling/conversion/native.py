@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,11 @@ def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = No
     """Files to write for a tensor degree and each stage's layers; split by size without a topology."""
     if tensor == 1 and stages is None:
         groups = _group_by_size(weights, boxes_of_rank(weights.model, 1, None, 0, 0))
-        return [BoxFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(groups)]
-    stages = stages or [range(weights.model.num_hidden_layers)]
-    ranks = [(stage, rank) for stage in range(len(stages)) for rank in range(tensor)]
-    return [
-        BoxFile(f"__{number}_0.distcp", weights, list(boxes_of_rank(weights.model, tensor, stages, *rank)))
-        for number, rank in enumerate(ranks)
-    ]
+    else:
+        stages = stages or [range(weights.model.num_hidden_layers)]
+        ranks = product(range(len(stages)), range(tensor))
+        groups = ([*boxes_of_rank(weights.model, tensor, stages, *rank)] for rank in ranks)
+    return [BoxFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(groups)]
 
 
 def boxes_of_rank(

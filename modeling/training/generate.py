@@ -82,8 +82,7 @@ def sampled_microbatches(profile: Profile) -> int:
 
 def sampled_rows(profile: Profile) -> tuple[int, int]:
     """Rows of a forward pass, and how many of the first ones can be sampled in it."""
-    rows = rows_of_pass(profile)
-    return rows, min(rows, sampled_microbatches(profile) * profile.micro_batch_rows)
+    return rows_of_pass(profile), sampled_microbatches(profile) * profile.micro_batch_rows
 
 
 @torch.no_grad()
