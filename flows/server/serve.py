@@ -44,6 +44,8 @@ HOSTS = ("127.0.0.1", "localhost")
 CHECK_SECONDS = SERVER_HOME.delays[0]  # between checks for users
 # Seconds without a successful check, such as of a file system that does not answer.
 OUTAGE = SERVER_HOME.seconds
+# Settings to register types of blocks at each start, and not again if they are the same as at the last one.
+BLOCK_TYPES = ("PREFECT_SERVER_REGISTER_BLOCKS_ON_START", "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION")
 STOP_TIMEOUT = 5.0  # seconds until the process ends without the server's consent
 # `prefect-password` is the key of Prefect's UI, which sends its value as it is.
 LOGIN_PAGE = """<!doctype html><meta charset="utf-8"><title>Prefect</title><p id="text">Signing in …</p><script>
@@ -106,7 +108,7 @@ def make_app() -> ASGIApp:
 
     _look_seldom_for_tasks()
     _wait_longer_for_messages()
-    app = create_app(final=True)
+    app = create_app()
     app.router.routes.insert(0, Route(LOGIN, login))
     return Guard(app)
 
@@ -176,6 +178,8 @@ def main(listener: socket.socket, home: Path, kind: str) -> None:
         watch.start()
         # Only the services of Prefect's own temporary server run.
         os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_UI_ENABLED": "0"}
+        # Types of blocks are for the UI, and `up` registers them; a new block registers its own.
+        os.environ |= dict.fromkeys(BLOCK_TYPES, "false")
     os.environ["PREFECT_UI_API_URL"] = f"http://127.0.0.1:{port}/api"
     with without_garbage_collection():
         import uvicorn
