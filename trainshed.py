@@ -64,7 +64,10 @@ def __getattr__(name: str) -> Any:
     if name not in FLOWS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     put_own_packages_first()
-    return getattr(import_module(FLOWS[name]), name)
+    from modeling.start import without_garbage_collection
+
+    with without_garbage_collection():
+        return getattr(import_module(FLOWS[name]), name)
 
 
 def main() -> int:

@@ -42,6 +42,7 @@ from profiles.errors import ProfileError
 from profiles.files import folders, state_files
 from profiles.files.retry_policies import SERVER_BUSY
 from profiles.rules.cluster import ACCELERATORS
+from profiles.schema import Profile
 
 VARIABLE = "trainshed_deployments"
 # What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
@@ -198,7 +199,7 @@ def _of_profiles(flows: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         flows: the definitions of prefect.yaml for profiles that pretrain, and for those that fine-tune.
     """
     for name in resolve.names():
-        profile = resolve.load(name)
+        profile = _load(name)
         yield {
             **flows["finetune" if profile.fine_tunes else "pretrain"],
             "name": name,
@@ -206,6 +207,11 @@ def _of_profiles(flows: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "tags": ["cpu" if profile.cluster.launcher == "local" else cluster_summary(profile)],
             "parameters": {"profile": name},
         }
+
+
+@cache  # all take 0.3 s of CPU, and `up` asks for them five times
+def _load(name: str) -> Profile:
+    return resolve.load(name)
 
 
 def _starts_here(deployment: Mapping[str, Any]) -> bool:
@@ -218,7 +224,7 @@ def _starts_here(deployment: Mapping[str, Any]) -> bool:
 def _profile_starts_here(name: str) -> bool:
     """Whether this machine has the launcher and data of the profile, and it or its cluster the devices."""
     try:
-        profile = resolve.load(name)
+        profile = _load(name)
         resolve.check_start(profile)
     except ProfileError:
         return False
