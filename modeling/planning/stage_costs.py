@@ -35,7 +35,6 @@ from parallel.attention import kernels
 from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
 from parallel.logits import full_logits
-from parallel.random import sample_keys
 from parallel.torch_internals import defer_dynamo_on_meta
 from profiles.check import with_value
 from profiles.schema import Profile
@@ -194,7 +193,7 @@ class StageCosts:
         self._drop_gradients(stage)
         b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
-        positions, keys = tokens[0], sample_keys(0, tokens[:, 0])
+        positions, keys = tokens[0], tokens.new_empty(b, dtype=torch.int32)  # as `sample_keys` returns
         x = tokens if stage.first else self._hidden_states()
         documents = torch.empty_like(tokens) if self.profile.document_masks else None
         padding = torch.empty_like(tokens, dtype=torch.bool) if self.profile.padding_masks else None
