@@ -13,13 +13,12 @@ import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.emulation import usage
 from tests.emulation.usage import Rejected, record, record_operator
@@ -114,7 +113,7 @@ def queue_work(seconds: float) -> None:
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on CPU aliases of its tensors."""
-    flat, spec = tree_flatten((args, kwargs))
+    flat = [*_leaves(args), *_leaves(kwargs.values())]
     name = op._schema.name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in op.tags:
         record(usage.HOST_READ, name)
@@ -130,22 +129,25 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, torch.Generator) and x.device.type != TYPE:
             raise Rejected(f"{op}: a generator on {x.device}")
     if name in INDEXING:
-        dynamic = any(x.dtype == torch.bool for x in tree_flatten(args[1])[0] if on_device(x))
+        dynamic = any(x.dtype == torch.bool for x in _leaves(args[1]) if on_device(x))
     else:
         dynamic = torch.Tag.dynamic_output_shape in op.tags and kwargs.get("output_size") is None
     if dynamic:
         record(usage.DYNAMIC, name)
-    aliases = [_host_argument(x) for x in flat]
-    resizable = [
-        i for i, x in enumerate(flat) if "out" in op._overloadname and on_device(x) and not x.numel()
-    ]
-    for i in resizable:
-        aliases[i] = torch.empty(0, dtype=flat[i].dtype)
-    result = _call(op, *tree_unflatten(aliases, spec))
-    for i in resizable:
-        if aliases[i].numel():
-            aten.set_.source_Tensor.redispatch(CPU_KEY, flat[i], device_alias(aliases[i]))
-    own = {id(alias): x for alias, x in zip(aliases, flat, strict=True) if on_device(x)}
+    aliases: list[tuple[Tensor, Tensor]] = []  # with the tensors whose memory they are
+
+    def to_host(x: Any) -> Any:
+        if not on_device(x):
+            return CPU if isinstance(x, torch.device) and x.type == TYPE else x
+        resized = "out" in op._overloadname and not x.numel()
+        aliases.append((torch.empty(0, dtype=x.dtype) if resized else host_alias(x), x))
+        return aliases[-1][0]
+
+    result = _call(op, _map(to_host, args), {key: _map(to_host, value) for key, value in kwargs.items()})
+    for alias, x in aliases:
+        if alias.numel() and not x.numel():
+            aten.set_.source_Tensor.redispatch(CPU_KEY, x, device_alias(alias))
+    own = {id(alias): x for alias, x in aliases}
     storages = {x.untyped_storage().data_ptr() for x in device_tensors if x.numel()}
 
     def from_host(y: Any) -> Any:
@@ -155,13 +157,23 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(f"{op} returns a view, and the emulated device has no kernel for it")
         return device_alias(y)
 
-    return tree_map(from_host, result)
+    return _map(from_host, result)
 
 
-def _host_argument(x: Any) -> Any:
-    if on_device(x):
-        return host_alias(x)
-    return CPU if isinstance(x, torch.device) and x.type == TYPE else x
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What arguments have, also in lists."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """A value with this function of what it has; torch's pytrees take several times as long."""
+    if isinstance(value, list | tuple):
+        return type(value)(_map(function, each) for each in value)
+    return function(value)
 
 
 def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
