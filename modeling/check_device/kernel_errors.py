@@ -111,22 +111,16 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
         options |= {"window": window, "scale": _score_scale(profile)}
         options["soft_cap"] = profile.model.attn_logit_softcapping
         options["sinks"] = others[0] if others else None
-        if gathers and kernel is None:
-            out = _gathered_attention(q, k, v, **options)
+        if gathers and kernel is None:  # over one rank, by the device's kernel, with padded values
+            axis = Axis("context", graph_kernel=kernels.default_kernel(q))
+            padded = torch.nn.functional.pad(v, (0, k.shape[-1] - value))
+            out = gathered_attention(q, k, padded, axis, AttentionOptions(**options))[..., :value]
         else:
             out = attention(q, k, v, Axis("context"), kernel=kernel, **options)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     gathers = _gathers_context(profile)
     return errors_of(run, inputs, device, run(*inputs, kernel="math"))
-
-
-def _gathered_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`gathered_attention` by the device's kernel over one rank; pads narrower values."""
-    width = v.shape[-1]
-    axis = Axis("context", graph_kernel=kernels.default_kernel(q))
-    padded = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
-    return gathered_attention(q, k, padded, axis, AttentionOptions(**options))[..., :width]
 
 
 def ring_errors(profile: Profile, device: torch.device) -> Errors:

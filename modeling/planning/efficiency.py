@@ -13,7 +13,6 @@ differently from Trainshed; plans of runs have `OURS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from modeling.models.build import device_of
@@ -81,7 +80,13 @@ def layer_seconds(
     """Seconds of a microbatch in a layer, and those of attention in it; None if they are unknown."""
     device, precision = device_of(profile), profile.train.precision
     if device.architecture is None:
-        return _flat_seconds(device, precision, layer.products)
+        peaks = {shape: device.peak(product_precision(precision, shape)) for shape in layer.products}
+        times = {
+            shape: n / (peak * PEAK_SHARE) for shape, n in layer.products.items() if (peak := peaks[shape])
+        }
+        if len(times) < len(peaks):
+            return None
+        return sum(times.values()), sum(time for shape, time in times.items() if shape[0] == "attention")
     if device.peak(precision) is None:
         return None
     products = attention = 0.0
@@ -99,16 +104,6 @@ def bandwidth_of(device: Device) -> float:
     """Bytes/s of memory that kernels of a device with published figures reach."""
     assert device.bandwidth is not None
     return device.bandwidth * MEMORY_SHARE
-
-
-def _flat_seconds(
-    device: Device, precision: str, products: Mapping[Shape, int]
-) -> tuple[float, float] | None:
-    peaks = {shape: device.peak(product_precision(precision, shape)) for shape in products}
-    times = {shape: n / (peak * PEAK_SHARE) for shape, n in products.items() if (peak := peaks[shape])}
-    if len(times) < len(products):
-        return None
-    return sum(times.values()), sum(time for shape, time in times.items() if shape[0] == "attention")
 
 
 def _product_seconds(profile: Profile, shape: Shape, flops: float, software: Software) -> float:

@@ -127,15 +127,10 @@ def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None
         master_listen_fd=listener.detach(),
     )
     arguments[position] = str(port)
-    if interface := _interface(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return arguments, store
-
-
-def _interface(address: str) -> str | None:
-    """Name of the network interface that has this address, such as lo."""
-    addresses = psutil.net_if_addrs().items()
-    return next((name for name, found in addresses if any(each.address == address for each in found)), None)
 
 
 def watch(folder: Path) -> None:

@@ -235,8 +235,10 @@ def run_stage(
             loss = saved - graph_stats.saved_bytes(y, constant) - y.nbytes
             if model.first and model.model.tie_word_embeddings:
                 loss -= model.embedding.weight.nbytes
-            if compiles_loss and not model.loss_chunks(batch.tokens.numel()).keep:
-                total = _sum_bytes(model.output_embedding().weight)
+            head = model.output_embedding().weight if compiles_loss else None
+            if head is not None and head.requires_grad and not model.loss_chunks(batch.tokens.numel()).keep:
+                wide = torch.promote_types(head.dtype, torch.float32).itemsize
+                total = head.numel() * (wide - head.itemsize)
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
             if compile := graph_cache.function_compiler(profile.cluster.device, backend):
@@ -245,12 +247,6 @@ def run_stage(
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
                 rehearse(profile, model, stages, mesh, y, compile)
         return _Saved(saved, max(loss, 0), total, model.last)
-
-
-def _sum_bytes(head: Tensor) -> int:
-    """Bytes of the sum of a head's gradients, less those of the gradient that the loss saves of it."""
-    wide = torch.promote_types(head.dtype, torch.float32).itemsize
-    return head.numel() * (wide - head.itemsize) if head.requires_grad else 0
 
 
 class _Saved(NamedTuple):

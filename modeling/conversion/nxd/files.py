@@ -183,7 +183,11 @@ def _detect_split(
     rows = _local_rows(shards, TensorSplit(model, tensor))
     multiplier = rows.kv * tensor // (model.num_key_value_heads * model.head_dim)
     _check_heads(rows, model, tensor, multiplier)
-    _check_vocabulary(rows, model, tensor)
+    held = None if rows.vocabulary is None else rows.vocabulary * tensor
+    if held is not None and not 0 <= held - model.vocab_size < PADDING * tensor:
+        raise ValueError(
+            f"the shards hold {held} rows of the vocabulary, the config {model.vocab_size}; check that it belongs to this model"
+        )
     if multiplier > 1 and layout is None:
         reason = f"is missing: {multiplier} ranks share each KV head, and the files do not show which layout they are in"
         raise ProfileError("--nxd-layout", None, reason, list(NXD_LAYOUTS))
@@ -231,17 +235,6 @@ def _check_heads(rows: _LocalRows, model: Model, tensor: int, multiplier: int) -
         raise ValueError(
             f"the shards hold {rows.kv * tensor / d:g} KV heads with replicas; this model's {kv_heads} over {tensor} ranks "
             f"are {max(kv_heads, tensor)}"
-        )
-
-
-def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
-    if rows.vocabulary is None:
-        return
-    padding = rows.vocabulary * tensor - model.vocab_size
-    if not 0 <= padding < PADDING * tensor:
-        held = rows.vocabulary * tensor
-        raise ValueError(
-            f"the shards hold {held} rows of the vocabulary, the config {model.vocab_size}; check that it belongs to this model"
         )
 
 

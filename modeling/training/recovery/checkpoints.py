@@ -392,24 +392,20 @@ class Checkpoints:
                 raise StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
             raise StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self.attempt is not None:
-            self._check_attempt()
+            path = self.run / run_files.ATTEMPT
+            text = state_files.read_text(path)
+            if text is None:
+                raise StaleAttempt(f"{path}: removed during training; this attempt ends")
+            if not text.isdecimal():
+                raise RuntimeError(f"{path}: corrupted: {text!r} is not a number")
+            if int(text) != self.attempt:
+                reason = f"attempt {int(text)} has taken over the run"
+                raise StaleAttempt(f"attempt {self.attempt} ends: {reason}")
         if not self._claim:
             self._claim_location()
         elif (owner := locations.claimed_by(self.location)) != self._claim:
             reason = f"claimed by {_describe(owner)}" if owner else "moved or removed during training"
             raise StaleAttempt(f"{self.location}: {reason}; this attempt ends")
-
-    def _check_attempt(self) -> None:
-        """Raise StaleAttempt if the run folder's attempt is not this one."""
-        path = self.run / run_files.ATTEMPT
-        text = state_files.read_text(path)
-        if text is None:
-            raise StaleAttempt(f"{path}: removed during training; this attempt ends")
-        if not text.isdecimal():
-            raise RuntimeError(f"{path}: corrupted: {text!r} is not a number")
-        if int(text) != self.attempt:
-            reason = f"attempt {int(text)} has taken over the run"
-            raise StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
 def _describe(claim: str) -> str:
