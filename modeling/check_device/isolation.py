@@ -30,20 +30,17 @@ def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[
         if check.all_devices and processes == 1:
             continue
         for profile in profiles if check.takes_profile and profiles else (None,):
-            shown = check if profile is None else _on_profile(check, profile)
+            shown = check
+            if profile is not None:
+                eight = resolve.load(profile).train.precision == "fp8"
+                expected = f"{check.expected}, FP8 {TOLERANCES['fp8']:.0e}" if eight else check.expected
+                shown = replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
             if sys.stderr.isatty():
                 print(f"\r\x1b[2K{shown.name} ...", end="\r", file=sys.stderr, flush=True)
             start = time.perf_counter()
             result = _run_isolated(check, kind, processes, profile)
             results.append((shown, result, time.perf_counter() - start))
     return results
-
-
-def _on_profile(check: Check, profile: str) -> Check:
-    """The check with the profile's name and, if the profile uses FP8, the tolerance of FP8."""
-    eight = resolve.load(profile).train.precision == "fp8"
-    expected = f"{check.expected}, FP8 {TOLERANCES['fp8']:.0e}" if eight else check.expected
-    return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
 
 
 def _run_isolated(check: Check, kind: str, processes: int, profile: str | None = None) -> Result:

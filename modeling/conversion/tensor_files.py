@@ -83,7 +83,10 @@ class PreallocatedFile(File):
                 entry, low, high = rows
                 begin = offset = starts[entry.name] + low * entry.row_bytes
                 for tensor in entry.rows(low, high):
-                    offset = write_at(file.fileno(), tensor.to(entry.dtype), offset)
+                    data = bytes_of(tensor.to(entry.dtype))  # not a copy
+                    while data:
+                        count = os.pwrite(file.fileno(), data, offset)
+                        data, offset = data[count:], offset + count
                     progress(tensor.nbytes)
                 return begin
 
@@ -116,15 +119,6 @@ class FileHasher:
         """Hash the rest of the file; returns the hexadecimal digest."""
         self.advance(os.fstat(self._descriptor).st_size)
         return self._digest.hexdigest()
-
-
-def write_at(descriptor: int, tensor: Tensor, offset: int) -> int:
-    """Write a tensor at an offset of a file without copying it; returns the end offset."""
-    data = bytes_of(tensor)
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-    return offset
 
 
 def file_sha256(path: Path) -> str:

@@ -364,13 +364,19 @@ class Checkpoints:
             )
 
     def _read_markers(self, saved: dict[int, Location]) -> dict[int, float | None]:
-        """`comparable_loss` of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
+        """`comparable_loss` of each checkpoint, by step; one with a corrupted marker is moved to quarantine.
+
+        A marker is corrupted, too, if it is of another step, or has values that cannot be resumed from.
+        """
         losses: dict[int, float | None] = {}
         latest: dict[str, Any] = {}
         for step, source in saved.items():
             try:
                 marker = locations.read_marker(source)
-                require_marker(marker, step, source)
+                wrong = state_files.wrong_key(marker, MARKER_TYPES)
+                if wrong or marker.get("step", step) != step:
+                    reason = f"invalid {wrong}" if wrong else f"it is of step {marker['step']}"
+                    raise locations.CorruptCheckpoint(f"{source}: {locations.MARKER} is corrupted: {reason}")
             except locations.CorruptCheckpoint as error:
                 self._quarantine(step, str(error))
             else:
@@ -438,14 +444,6 @@ def load_reference(weights: Location | None, model: ReferenceModel | None) -> No
 def run_identity(run: Path) -> str:
     """Contents of run.json, which differ between runs of the same name; empty without the file."""
     return state_files.read_text(run / run_files.IDENTITY) or ""
-
-
-def require_marker(marker: Mapping[str, Any], step: int, source: Location) -> None:
-    """Raise CorruptCheckpoint for the marker of another step, or with values that cannot be resumed from."""
-    wrong = state_files.wrong_key(marker, MARKER_TYPES)
-    if wrong or marker.get("step", step) != step:
-        reason = f"invalid {wrong}" if wrong else f"it is of step {marker['step']}"
-        raise locations.CorruptCheckpoint(f"{source}: {locations.MARKER} is corrupted: {reason}")
 
 
 def comparable_loss(marker: Mapping[str, Any], profile: Profile) -> float | None:

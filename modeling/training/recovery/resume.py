@@ -104,16 +104,13 @@ class AppliedRequest:
             aside = locations.free_aside(self._location)
             self._record["moving"] = {"steps": later, "to": str(aside)}
             if self._request.weights and step is not None:
-                self._reject_other_run(saved[step])
+                identity = state_files.read(self._path.parent / run_files.IDENTITY)
+                with suppress(locations.CorruptCheckpoint):  # rejected when it is loaded
+                    marker = locations.read_marker(saved[step])
+                    reject_other_run(state_files.parse(identity or b"") or {}, marker, saved[step])
                 self._record["weights"] = str(locations.join(aside, f"step_{step}"))
         self._write()
         return self._complete_move(saved)
-
-    def _reject_other_run(self, source: Location) -> None:
-        """Raise Rejected for weights that another run has written."""
-        record = state_files.parse(state_files.read(self._path.parent / run_files.IDENTITY) or b"") or {}
-        with suppress(locations.CorruptCheckpoint):  # rejected when it is loaded
-            reject_other_run(record, locations.read_marker(source), source)
 
     def _complete_move(self, saved: dict[int, Location]) -> dict[int, Location]:
         """Move aside the recorded checkpoints; returns those that remain."""
