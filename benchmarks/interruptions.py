@@ -18,13 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness.processes import has_ended, start_logged, training_ranks
 from benchmarks.harness.results import Results
-from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import make_parser
 from tasks.keys import file_digest
 from tests.flows.micro import settings, write_profile
@@ -88,14 +87,14 @@ class Chain:
 
 
 def run_chains(
-    folder: Path, chains: int, faults: int, seed: int, remote: bool, compiled: bool
+    folder: Path, chains: int, faults: int, seed: int, bucket: str, compiled: bool
 ) -> Iterator[tuple[Chain, bool]]:
     """Run the chains; yields each, and whether its results equal those of an undisturbed run."""
     write_profile(folder)
 
     def chain(name: str) -> Chain:
         (folder / name).mkdir()
-        store = f"s3://bucket/{name}" if remote else str(folder / name / "store")
+        store = f"{bucket}/{name}" if bucket else str(folder / name / "store")
         return Chain(folder / name, store, compiled)
 
     reference = chain("reference")
@@ -119,14 +118,17 @@ def main() -> int:
     parser.add("--eager", "train without compiled graphs, in a tenth of the time")
     options = parser.parse_args()
     results, equal = Results(options.out), 0
-    with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        address = ""
         if options.s3:
-            import s3fs
+            import pytest
 
-            s3fs.S3FileSystem().mkdir("bucket")
+            from tests.s3 import bucket
+
+            address = stack.enter_context(bucket(stack.enter_context(pytest.MonkeyPatch.context())))
         for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
             os.environ.pop(key, None)
-        chosen = (options.chains, options.faults, options.seed, options.s3, not options.eager)
+        chosen = (options.chains, options.faults, options.seed, address, not options.eager)
         chains = run_chains(Path(name), *chosen)
         for number, (chain, same) in enumerate(chains):
             equal += same

@@ -1,5 +1,5 @@
-"""Benchmarks of training data: tokenization, its memory, and reading samples.
+"""Benchmarks of training data: tokenization and its memory.
 
-Start with `tokenizing`, which compares the dataset step with `datasets.map`. `tokenizing_memory` measures one of its workers, and
-`reading` the reading of samples while training. May import `harness`.
+Start with `tokenizing`, which compares the dataset step with `datasets.map`. `tokenizing_memory` measures one of its workers.
+May import `harness`.
 """

@@ -1,4 +1,4 @@
-"""Code shared by the benchmarks: rounds, results, processes, the workload, zigzag shards, text, S3.
+"""Code shared by the benchmarks: rounds, results, processes, the workload, zigzag shards and text.
 
 Start with `timing`: alternating rounds, median ratios, tables and command-line parsers. `results` prints and keeps each row when
 it exists, so that a benchmark that is ended loses nothing. `processes` runs programs in their own

@@ -59,7 +59,6 @@ def alternate(
     sides: Mapping[str, Callable[[], T]],
     rounds: int,
     before_turn: Callable[[str], object] = lambda side: None,
-    after_round: Callable[[], object] = lambda: None,
     keep: Callable[[str, T], object] = lambda side, result: None,
 ) -> dict[str, list[T]]:
     """Run every side once per round, in turn, so that other load on the machine affects all sides equally.
@@ -76,19 +75,17 @@ def alternate(
             before_turn(side)
             results[side].append(run())
             keep(side, results[side][-1])
-        after_round()
     return results
 
 
 def alternate_timed(
     sides: Mapping[str, Callable[[], object]],
     rounds: int,
-    after_round: Callable[[], object] = lambda: None,
     keep: Callable[[str, float], object] = lambda side, result: None,
 ) -> dict[str, list[float]]:
     """Time every side once per round, in turn. Returns each side's seconds."""
     timed = {side: lambda call=call: seconds(call) for side, call in sides.items()}
-    return alternate(timed, rounds, after_round=after_round, keep=keep)
+    return alternate(timed, rounds, keep=keep)
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

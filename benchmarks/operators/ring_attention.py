@@ -3,16 +3,14 @@
 Runs forward and backward of causal attention over one sequence. The processes of both sides stay alive and run alternately. The
 ideal ratio is 1.0, without communication and merging: on a CPU, two processes with one thread each take as long as one with two
 threads; two GPUs take half as long as one. The single device is timed with the kernel of the ring's blocks and with torch's
-scaled_dot_product_attention, and the faster one counts. Outputs and gradients must agree; otherwise the exit code is 1.
+scaled_dot_product_attention, and the faster one counts.
 
---blocks RANKS needs one device: it computes the blocks of the first of so many ranks, without communication. The ideal is the
-time of the full sequence, divided by RANKS.
+The blocks of the first of so many ranks, without communication, need one device. Their ideal is the time of the full sequence,
+divided by the ranks. Rows of `benchmarks.parallel` and `benchmarks.gpu`.
 """
 
 import multiprocessing
 import os
-import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.processes import ScriptError
-from benchmarks.harness.results import Results
-from benchmarks.harness.timing import alternate, make_parser
+from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import DTYPES
 from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
 from modeling.check_device.kernel_errors import ring_share
@@ -227,32 +224,3 @@ def compare(
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Relative norm of the difference."""
     return ((actual - expected).norm() / expected.norm()).item()
-
-
-def main() -> int:
-    parser = make_parser(__doc__, rounds=5, out="ring_attention")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--precision", choices=DTYPES, default="float32")
-    parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
-    parser.add("--blocks RANKS", "the blocks of the first of so many ranks", type=int)
-    options = parser.parse_args()
-    preload()
-    sides, ring = make_sides(options.device, options.blocks), f"ring of {RANKS}"
-    if options.blocks:
-        ring = f"blocks of 1 of {options.blocks} ranks"
-    agree, results = True, Results(options.out)
-    for tokens in options.tokens:
-        heads = SMALL_HEADS if options.device == "cpu" else LLAMA_8B_HEADS
-        error, seconds = compare(sides, Workload(tokens, options.precision, heads), options.rounds)
-        agree &= error < TOLERANCES[options.precision]
-        ours, single = (statistics.median(seconds[side]) for side in sides)
-        text = (
-            f"{tokens} tokens, {options.precision}: ideal {single:.3f} s, {ring} {ours:.3f} s, "
-            f"ratio {single / ours:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}"
-        )
-        results.add(f"{tokens} tokens", text, precision=options.precision, difference=error, seconds=seconds)
-    return 0 if agree else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ import random
 from pathlib import Path
 
 SHARED, OWN = 16, 32  # words of a language: those of both, and its own
-OVERLAP = SHARED / (SHARED + OWN)
 PROBABILITIES = (0.6, 0.3, 0.1)
 LENGTH = 200  # words of a document
 OLD, NEW = 0, 1  # the languages
