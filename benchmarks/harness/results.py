@@ -4,13 +4,14 @@ A benchmark that is ended keeps the rows that it has measured.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from profiles.files import state_files
+from profiles.files.jsonl import LogFollower
 
 
 class Results:
@@ -48,20 +49,10 @@ class Results:
         A line that a killed process left incomplete is ended first.
         """
         row = {**row, "time": datetime.now(UTC).isoformat(timespec="seconds"), "arguments": sys.argv[1:]}
-        with self.path.open("a+b") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                torn = file.read(1) != b"\n"
-                file.write(b"\n" if torn else b"")
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        state_files.append_line(self.path, json.dumps(row))
+        state_files.sync(self.path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """All rows of a file, oldest first; incomplete lines are left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    return [*LogFollower(path).rows()]
