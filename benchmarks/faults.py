@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.processes import has_ended, start_logged, training_ranks
+from benchmarks.harness.processes import has_ended, training_ranks
 from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
+from flows.server.shared_server import start_module
 from profiles import resolve
 from profiles.files import run_files
 from tests.flows.micro import settings, write_profile
@@ -55,7 +56,7 @@ class Run:
 
     def start(self) -> subprocess.Popen[bytes]:
         arguments = ["run", str(self.folder / "micro.yaml"), "--name", self.name, *settings(*OVERRIDES)]
-        return start_logged("flows.cli.main", *arguments, log=self.log, folder=self.folder)
+        return start_module(["flows.cli.main", *arguments], self.log, cwd=self.folder)
 
     def rows(self) -> list[dict[str, Any]]:
         """Metrics of the trained steps."""

@@ -22,9 +22,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.harness.processes import has_ended, start_logged, training_ranks
+from benchmarks.harness.processes import has_ended, training_ranks
 from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
+from flows.server.shared_server import start_module
 from tasks.keys import file_digest
 from tests.flows.micro import settings, write_profile
 
@@ -53,7 +54,7 @@ class Chain:
         others = f"cluster.work_dir={self.folder / 'store'}", f"compile.enabled={str(self.compiled).lower()}"
         arguments = ["run", str(self.folder.parent / "micro.yaml"), "--store", self.store]
         arguments += settings(*OVERRIDES, *others)
-        return start_logged("flows.cli.main", *arguments, log=self.folder / "out", folder=self.folder)
+        return start_module(["flows.cli.main", *arguments], self.folder / "out", cwd=self.folder)
 
     def finish(self) -> float:
         """Let the command end by itself. Returns seconds; raises RuntimeError if it fails or takes too long."""

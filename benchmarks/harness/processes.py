@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,15 +133,6 @@ def terminate(process: subprocess.Popen[Any]) -> None:
             process.wait()
 
 
-def start_logged(
-    module: str, *arguments: str, log: Path, folder: Path | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a module in a session of its own, with its output appended to a log."""
-    with log.open("ab") as output:
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
-
-
 def has_ended(process: subprocess.Popen[bytes], log: Path, seconds: float) -> bool:
     """Whether a process ends within so many seconds. Raises RuntimeError with its output if it fails."""
     try:
@@ -164,38 +154,3 @@ def training_ranks(run_folder: Path) -> list[psutil.Process]:
         if {"modeling.training.train", str(run_folder)} <= set(command) and kind == "rank":
             ranks[int(rank)] = process
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-def peak_memory(command: Sequence[str], field: str) -> tuple[str, int]:
-    """Run a program and poll its memory, without that of its children.
-
-    Args:
-        field: name of a field of /proc/PID/status, such as VmHWM or RssAnon.
-
-    Returns:
-        The program's standard output and the largest value of the field, in bytes.
-
-    Raises:
-        CalledProcessError: the program failed.
-    """
-    peak = 0
-    ended = threading.Event()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    status = Path(f"/proc/{process.pid}/status")
-
-    def poll() -> None:
-        nonlocal peak
-        while not ended.wait(0.02):
-            found = re.search(rf"{field}:\s+(\d+) kB", status.read_text())  # a zombie's status lacks it
-            peak = max(peak, int(found[1]) * 1024 if found else 0)
-
-    thread = threading.Thread(target=poll, daemon=True)
-    thread.start()
-    assert process.stdout is not None
-    with process.stdout:
-        output = process.stdout.read()
-    ended.set()
-    thread.join()
-    if process.wait():
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return output, peak

@@ -22,10 +22,11 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.harness.processes import has_ended, start_logged, terminate, training_ranks
+from benchmarks.harness.processes import has_ended, terminate, training_ranks
 from benchmarks.rounds import languages
 from flows.cli.main import main as command
 from flows.cli.run import prefect_api
+from flows.server.shared_server import start_module
 from tasks.continual.rounds import read_series
 from tasks.keys import file_digest
 from tasks.store.store import Store
@@ -148,7 +149,7 @@ def _copy(first: Path, folder: Path) -> Path:
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    return start_logged("benchmarks.rounds", "--series", str(folder), log=folder / "out")
+    return start_module(["benchmarks.rounds", "--series", str(folder)], folder / "out")
 
 
 def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) -> list[str]:
