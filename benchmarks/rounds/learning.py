@@ -55,7 +55,7 @@ def learning(folder: Path) -> Iterator[Row]:
     yield with_share
     windows = round(share * ROUND_STEPS * BATCH)
     yield round_of("generated", share, known=series.sampled(new, promoted, windows))
-    yield round_of("stand-in", share, known=series.stand_in(new, FIRST_DOCUMENTS))
+    yield round_of("stand-in", share, known=series.stand_in(FIRST_DOCUMENTS))
     for reptile in REPTILES:
         name = f"Reptile {reptile.rate:g} every {reptile.every} steps"
         yield round_of(name, share, reptile=reptile)

@@ -114,7 +114,7 @@ class Series:
             known = replay.history(self.store, self.promoted, new, LENGTH)
         return replay.with_replay(self.store, new, known, share, steps * BATCH, lambda drawn: None)
 
-    def stand_in(self, new: Artifact, documents: int) -> replay.History:
+    def stand_in(self, documents: int) -> replay.History:
         """Other texts of the old language, as a stand-in source."""
         languages.write_texts(self.folder / "old/a.jsonl", languages.OLD, documents, 77)
         source = Source(kind="files", path=str(self.folder / "old/*.jsonl"))

@@ -74,7 +74,7 @@ def share(file: str, store: str = "./store") -> dict[str, Any]:
     run = resolve.load(described.target, overrides, described.series or target.name)
     run = locate_runs(run, opened, required=False)
     with activities.begin(opened, "run", f"{described.name}-data"):  # so that its new data is no garbage yet
-        data = _data(described, run, base, opened)
+        data = _data(run, base, opened)
         rounds = _rounds(described, target, base, run, data, opened)
         plan_within(described, [base, *(each for each, _ in rounds)])
         return _propose(described, target, base, rounds, data, opened, store)
@@ -128,7 +128,7 @@ def _warning(proposed: Mapping[str, Any], largest: float) -> str:
     return ""
 
 
-def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> ProxyData:
+def _data(run: Profile, base: PlannedRun, store: Store) -> ProxyData:
     """The data that proxies are trained on: that of earlier ones if it is similar, else the next round's."""
     current = series.promoted_model(store, run.name)
     if current is None:

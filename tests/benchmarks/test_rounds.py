@@ -16,7 +16,7 @@ def test_replay_keeps_the_old_language_while_the_new_one_is_learned(tmp_path):
 
     without = changes(0.0)
     assert without["old rise"] > 1
-    others = [made.sampled(new, promoted, 60), made.stand_in(new, 80)]  # generated text, and other text
+    others = [made.sampled(new, promoted, 60), made.stand_in(80)]  # generated text, and other text
     for known, reptile in [(None, None), *((each, None) for each in others), (None, series.Reptile(10, 0.5))]:
         found = changes(0.3, known, reptile)
         assert found["old rise"] < without["old rise"] / 2
