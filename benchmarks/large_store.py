@@ -3,14 +3,12 @@
 Also prints how long new runs wait for gc's lock.
 
 Each run has the files of a finished one: profile, records, rows of metrics, checkpoints, logs and an export; each also has an
-artifact of its own. `--profile` prints the functions that take the most time.
+artifact of its own. `python -m cProfile -s tottime -m benchmarks.large_store` shows the functions that take the most time.
 """
 
 from __future__ import annotations
 
-import cProfile
 import json
-import pstats
 import tempfile
 import threading
 import time
@@ -38,7 +36,6 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=2, out="large_store")
     parser.add_argument("--runs", type=int, default=3000)
     parser.add_argument("--files", type=int, default=40, help="of each run")
-    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     results = Results(options.out)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,12 +43,11 @@ def main() -> None:
         results.add("store", f"{options.runs:,} runs, {total:,} files", runs=options.runs, files=total)
         for number in range(options.rounds):
             for command in (["runs"], ["gc"], *([["gc", "--yes"]] if number + 1 == options.rounds else [])):
-                measure(Path(folder), command, results, profiled=options.profile)
+                measure(Path(folder), command, results)
 
 
-def measure(folder: Path, command: list[str], results: Results, *, profiled: bool) -> None:
+def measure(folder: Path, command: list[str], results: Results) -> None:
     """Print the time of a command, and for how long it kept its lock from others."""
-    profiler = cProfile.Profile()
     ended = threading.Event()
     held = [0.0]
 
@@ -64,10 +60,7 @@ def measure(folder: Path, command: list[str], results: Results, *, profiled: boo
         watcher.start()
     begun, cpu = time.perf_counter(), time.process_time()
     with redirect_stdout(StringIO()):
-        if profiled:
-            profiler.runcall(trainshed, [*command, "--store", str(folder)])
-        else:
-            trainshed([*command, "--store", str(folder)])
+        trainshed([*command, "--store", str(folder)])
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     ended.set()
     lock = f", lock held for about {held[0]:.1f} s" if held[0] else ""
@@ -75,8 +68,6 @@ def measure(folder: Path, command: list[str], results: Results, *, profiled: boo
     results.add(
         name, f"{name:<10} {wall:6.2f} s, {cpu:6.2f} s of CPU{lock}", wall=wall, cpu=cpu, lock=held[0]
     )
-    if profiled:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 def write_store(folder: Path, runs: int, files: int) -> int:
