@@ -28,13 +28,12 @@ run (in a rehearsal: for lack of a package).
 """
 
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ from benchmarks.rows.comparisons import (
     Schedule,
     TrainingComparison,
 )
-from benchmarks.rows.report import STYLES, machine, run, show
+from benchmarks.rows.report import STYLES, run, show
 from benchmarks.training_steps import ours
 from modeling.check_device import isolation
 from modeling.models.flops import flops_per_token
@@ -207,7 +206,6 @@ def main() -> int:
     parser.add("--nccl FILE", "with --minutes: NCCL library that allows several ranks on one GPU", type=Path)
     parser.add("--only ROW", f"run only these, of {', '.join(names)}", nargs="+", choices=names)
     parser.add("--rehearse", "run the rows on the CPU with tiny sizes")
-    parser.add("--json", "print one JSON document instead of the tables")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
         print(
@@ -240,20 +238,15 @@ def main() -> int:
     measured = {name: result for name, (_, result) in trained.items()}
     depths = {precision: full_depth(measured, suffix) for precision, suffix in SUFFIXES.items()}
     figures = [*speed_figures(speeds, depths), *plan_figures(trained)]
-    if options.json:
-        document = {"machine": machine(card), "rows": [result.to_json() for result in results]}
-        document |= {"speeds": speeds, "figures": [{**asdict(f), "status": f.status} for f in figures]}
-        print(json.dumps({**document, "not_run": lacking}))
-    else:
-        show(results, schedule)
-        _print_speeds(speeds, figures)
-        for result in results:
-            if isinstance(result, Result) and result.lacks:
-                print(f"{result.name}: incomplete, {result.against} needs {result.lacks}")
-        for name, needs in lacking.items():
-            print(f"{name}: not run, needs {needs}")
-        if options.rehearse:
-            print("This was a rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
+    show(results, schedule)
+    _print_speeds(speeds, figures)
+    for result in results:
+        if isinstance(result, Result) and result.lacks:
+            print(f"{result.name}: incomplete, {result.against} needs {result.lacks}")
+    for name, needs in lacking.items():
+        print(f"{name}: not run, needs {needs}")
+    if options.rehearse:
+        print("This was a rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
     if any(each.status == "failed" for each in (*results, *figures)):
         return 1
     unmet = [needs for needs in lacking.values() if not options.rehearse or needs.startswith(PACKAGE)]

@@ -13,14 +13,13 @@ and attention alone (benchmarks/training_steps/bound.py), over ours.
 Exit codes: 0 all comparisons that ran agree, 1 one failed, 2 arguments rejected.
 """
 
-import json
 import sys
 import tempfile
 from typing import Any
 
 from benchmarks.harness.timing import make_parser
 from benchmarks.rows.comparisons import Comparison, RingComparison, Schedule, TrainingComparison
-from benchmarks.rows.report import machine, run, show
+from benchmarks.rows.report import run, show
 
 MINUTES, STEPS = 20, 10
 # With experts: rounding can send a token with two nearly equal router scores to the other expert.
@@ -101,7 +100,6 @@ def main() -> int:
         "compare whole training steps by CPU time of one thread per process, which other load affects less",
     )
     parser.add("--only ROW", f"of {', '.join(names)}", nargs="+", choices=names)
-    parser.add("--json", "print one JSON document instead of the table")
     help_text = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
     help_text += f"(default: {MINUTES}; with --only, no limit)"
     parser.add("--minutes N", help_text, type=float)
@@ -119,10 +117,7 @@ def main() -> int:
         results = run(comparisons, schedule, options.out, minutes)
     for left in comparisons[len(results) :]:
         print(f"{left.name}: not run within {minutes:g} minutes", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"machine": machine(), "rows": [result.to_json() for result in results]}, indent=2))
-    else:
-        show(results, schedule)
+    show(results, schedule)
     return int(any(result.status == "failed" for result in results))
 
 

@@ -29,7 +29,7 @@ CAPTION = (
 def run(
     rows: Sequence[Comparison | DeviceChecks | MarkedTests],
     schedule: Schedule,
-    out: Path | None = None,
+    out: Path,
     minutes: float | None = None,
     card: str | None = None,
 ) -> list[Result | CheckResult]:
@@ -42,7 +42,7 @@ def run(
         card: as of `machine`.
     """
     results: list[Result | CheckResult] = []
-    kept = Results(out) if out else None
+    kept = Results(out)
     begun, longest = time.monotonic(), 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -67,8 +67,7 @@ def run(
             longest = max(longest, took)
             progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
             progress.console.print(_line(results[-1]), markup=False, highlight=False, soft_wrap=True)
-            if kept:
-                kept.append({**results[-1].to_json(), "took": round(took), "machine": machine(card)})
+            kept.append({**results[-1].to_json(), "took": round(took), "machine": machine(card)})
     return results
 
 
