@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 FEW = 5  # choices to name if none is near
@@ -24,6 +24,22 @@ def to_arguments(**options: object) -> tuple[str, ...]:
             option = f"--{name.replace('_', '-')}"
             found += [option] if value is True else [option, str(value)]
     return tuple(found)
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Argument type: integers within bounds."""
+
+    def read(text: str) -> int:
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text} is not an integer {bounds}")
+        return number
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):

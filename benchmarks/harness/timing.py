@@ -1,7 +1,6 @@
-"""Alternating timed rounds, median ratios, tables, and command-line parsers."""
+"""Alternating rounds, tables, and command-line parsers."""
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from profiles.arguments import Parser
+from profiles.arguments import Parser, integer
 
 WIDTH = 130  # columns of a table that is not printed to a terminal
 
@@ -33,19 +32,12 @@ def make_parser(documentation: str | None, rounds: int | None = None, out: str |
     )
     if rounds:
         help_text = "number of times that each side runs, alternately"
-        parser.add("--rounds N", help_text, type=positive, default=rounds)
+        parser.add("--rounds N", help_text, type=integer(1), default=rounds)
     if out:
         path = Path(f"build/benchmarks/{out}.jsonl")
         help_text = "JSON Lines file to which each row is appended when it exists"
         parser.add("--out FILE", help_text, type=Path, default=path)
     return parser
-
-
-def positive(text: str) -> int:
-    """Parse a positive integer, for argparse."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
 
 
 def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -76,21 +68,6 @@ def alternate(
             results[side].append(run())
             keep(side, results[side][-1])
     return results
-
-
-def alternate_timed(
-    sides: Mapping[str, Callable[[], object]],
-    rounds: int,
-    keep: Callable[[str, float], object] = lambda side, result: None,
-) -> dict[str, list[float]]:
-    """Time every side once per round, in turn. Returns each side's seconds."""
-    timed = {side: lambda call=call: seconds(call) for side, call in sides.items()}
-    return alternate(timed, rounds, keep=keep)
-
-
-def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def print_table(

@@ -6,15 +6,17 @@ alternate; prints medians. Full attention, whose cost per token grows, is measur
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from benchmarks.harness.results import Results
-from benchmarks.harness.timing import alternate_timed, make_parser, positive, print_table
+from benchmarks.harness.timing import alternate, make_parser, print_table, seconds
 from benchmarks.harness.workload import SMALL_QWEN3_5
 from modeling.models.families.hybrid import Hybrid
 from parallel import Mesh, initialize
 from parallel.device import KINDS
+from profiles.arguments import integer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 LAYERS = {"linear": "0", "full": "3"}
@@ -24,10 +26,10 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=3, out="linear_attention")
     help_text = "tokens of the sequences (default: 2048 to 32768)"
     parser.add_argument(
-        "--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=help_text
+        "--lengths", nargs="+", type=integer(1), default=LENGTHS, metavar="TOKENS", help=help_text
     )
-    parser.add("--longest-full TOKENS", "longest sequence of full attention", type=positive, default=8192)
-    parser.add("--threads N", "torch threads", type=positive, default=2)
+    parser.add("--longest-full TOKENS", "longest sequence of full attention", type=integer(1), default=8192)
+    parser.add("--threads N", "torch threads", type=integer(1), default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     KINDS["cpu"].set_current()  # as training does: freed memory is kept, whose pages take long to map again
@@ -37,11 +39,9 @@ def main() -> None:
     rows, results = [], Results(options.out)
     for length in sorted(options.lengths):
         kinds = [kind for kind in LAYERS if kind == "linear" or length <= options.longest_full]
-        seconds = alternate_timed(
-            {kind: make_step(network, kind, length) for kind in kinds}, options.rounds + 1
-        )
-        # The first warms up.
-        costs = {kind: statistics.median(times[1:]) / length * 1e6 for kind, times in seconds.items()}
+        sides = {kind: partial(seconds, make_step(network, kind, length)) for kind in kinds}
+        measured = alternate(sides, options.rounds + 1)  # the first warms up
+        costs = {kind: statistics.median(times[1:]) / length * 1e6 for kind, times in measured.items()}
         results.add(f"{length} tokens", **costs)
         rows.append((length, *(f"{costs[kind]:.1f}" if kind in costs else "" for kind in LAYERS)))
     print_table("forward and backward of a layer, µs per token", ("tokens", *LAYERS), rows)

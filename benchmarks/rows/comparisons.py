@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.processes import Script, largest_difference, measure_script
-from benchmarks.harness.timing import alternate, median_ratio
+from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import WORKLOADS
 from benchmarks.operators import ring_attention
 from modeling.cores import usable_cores
@@ -81,7 +81,9 @@ class Result:
     @property
     def of_bound(self) -> float | None:
         """The bound's time over ours."""
-        return median_ratio(self.bound, self.ours) if self.bound else None
+        if not self.bound:
+            return None
+        return statistics.median(bound / ours for bound, ours in zip(self.bound, self.ours, strict=True))
 
     @property
     def status(self) -> str:

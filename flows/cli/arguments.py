@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,22 +52,6 @@ def override(text: str) -> str:
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text} {OVERRIDE_SYNTAX}")
     return text
-
-
-def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Argument type: integers within bounds."""
-
-    def read(text: str) -> int:
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{text} is not an integer {bounds}")
-        return number
-
-    return read
 
 
 def write_page(output: str, page: str) -> str:

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from flows.cli.arguments import HelpFormatter, Parser, integer, override
+from flows.cli.arguments import HelpFormatter, Parser, override
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback, waiting
 from modeling import start
 from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
+from profiles.arguments import integer
 from profiles.errors import ProfileError
 from profiles.files.state_files import CorruptedState
 
