@@ -3,7 +3,8 @@
 Each comparison runs ours and the peer alternately, in fresh processes, on the same weights and batches, with two threads per
 side. Each row is printed, and appended to --out, when it exists. By default there is one round of 20 minutes: rows run in order,
 and none but the first starts that would not end in time if it took as long as the longest before. On cores on which a step takes
-4 s, these are the first eight, one for each kind of parallelism; the tables of the documentation are of --rounds 3 --minutes 600.
+4 s, these are the first eight, one for each kind of parallelism; where it takes 0.5 s, all of them, in ten minutes. The tables of
+the documentation are of --rounds 3 --minutes 600.
 With --only, all chosen rows run, unless --minutes is given.
 
 A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the same round;
@@ -24,8 +25,8 @@ from benchmarks.rows.report import run, show
 MINUTES, STEPS = 20, 10
 # With experts: rounding can send a token with two nearly equal router scores to the other expert.
 EXPERT_TOLERANCE = 5e-4
-# With linear attention: transformers rounds strong decays more.
-LINEAR_TOLERANCE = 5e-5
+# With linear attention: transformers rounds strong decays more; up to 5.3e-5 on the CPUs measured.
+LINEAR_TOLERANCE = 1e-4
 # With both, such tokens are more: rounding differs more, and the layers behind one token read it. The first two steps agree to
 # 3e-7; after eleven, two orders of summation of our own rule differ by 1e-3.
 LINEAR_EXPERT_TOLERANCE = 5e-3
