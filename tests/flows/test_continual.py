@@ -7,7 +7,7 @@ import os
 import random
 import re
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,15 +162,8 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
     assert alerts == ["promoted", *["not-promoted"] * 3]  # one for each model
 
     # Two at once: one trains, the other waits and finds nothing left to do.
-    states = []
-    nights = [
-        threading.Thread(target=lambda: states.append(night("continual.gates=[{on: old, rise_at_most: 1}]")))
-        for _ in range(2)
-    ]
-    for thread in nights:
-        thread.start()
-    for thread in nights:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        states = [*pool.map(night, ["continual.gates=[{on: old, rise_at_most: 1}]"] * 2)]
     assert sorted(state.name for state in states) == ["NoNewData", "Promoted"]
     model = promoted(store)
     assert (model["run"], model["round"]) == ("nightly-round-2", 2)
