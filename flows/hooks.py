@@ -30,6 +30,7 @@ from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
 from profiles import resolve
 from profiles.files import run_files
 from tasks.launchers import Launcher, create, latest_jobs
+from tasks.launchers.local import LocalLauncher
 from tasks.store import runs
 from tasks.store.store import Store
 
@@ -42,9 +43,9 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     for store, name in located:
         for folder in runs.folders_of_flow_run(store, name, str(flow_run.id)):
             cluster = runs.load_profile(folder).cluster
-            _cancel(create(cluster.launcher, cluster), folder, cluster.grace)
+            _cancel(create(cluster), folder, cluster.grace)
     for folder in runs.scratch_folders_of_flow_run(located[0][0], str(flow_run.id)):
-        _cancel(create("local"), folder, grace=0)  # compilation jobs
+        _cancel(LocalLauncher(), folder, grace=0)  # compilation jobs
 
 
 def cancel_subflow_jobs(flow: Any, flow_run: Any, state: Any) -> None:

@@ -18,16 +18,15 @@ from profiles.sections.cluster import Cluster
 from tasks.launchers.base import Launcher
 
 
-def create(kind: str, cluster: Cluster | None = None) -> Launcher:
-    """Create the launcher that `cluster.launcher` names; all but "local" need the `cluster` section.
+def create(cluster: Cluster) -> Launcher:
+    """The launcher that `cluster.launcher` names.
 
     Raises:
         ProfileError: no installed package provides it, several do, or it cannot be imported.
     """
+    kind = cluster.launcher
     if kind == "local":
         return _local(cluster)
-    if cluster is None:
-        raise ValueError(f"cluster.launcher = {kind}: needs the section cluster")
     if kind == "slurm":
         from tasks.launchers.slurm import SlurmLauncher
 
@@ -41,11 +40,9 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
     return factory(cluster)
 
 
-def _local(cluster: Cluster | None) -> Launcher:
+def _local(cluster: Cluster) -> Launcher:
     from tasks.launchers.local import LocalLauncher
 
-    if cluster is None:
-        return LocalLauncher()
     if cluster.device == "cpu":  # needs no environment, and torch takes a second to import
         return LocalLauncher(grace=cluster.grace)
     from parallel import device as devices

@@ -60,7 +60,7 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
     options = to_arguments(work=work, programs=path, of=count, store=store.uri, work_dir=store.work_dir)
     job = Job("compile", "tasks.steps.compile_array", options, work / "logs", array=count)
     changes = {**CPU_NODES, "partition": cluster.shards_partition or cluster.partition}
-    launcher = create("slurm", cluster.model_copy(update=changes))
+    launcher = create(cluster.model_copy(update=changes))
 
     def watch() -> None:
         nonlocal counted

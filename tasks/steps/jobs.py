@@ -108,7 +108,7 @@ def run_json_job(profile: Profile, job: Job, output: Path) -> dict[str, Any]:
 def run_job(profile: Profile, job: Job, output: Path) -> None:
     """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
     forwarder = LogForwarder(job.log_file)
-    launcher = create(profile.cluster.launcher, profile.cluster)
+    launcher = create(profile.cluster)
     # A cluster's queue may take any time, and it enforces its time limits itself.
     timeout = TIMEOUT if profile.cluster.launcher == "local" else None
     try:

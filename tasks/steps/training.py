@@ -91,7 +91,7 @@ class TrainingStep(Step):
         if steps not in run.checkpoint_steps() or _lacks_evaluation(profile, run):
             try:
                 with run.sync():
-                    launcher = create(profile.cluster.launcher, profile.cluster)
+                    launcher = create(profile.cluster)
                     queue = QueueRecorder(folder)
                     execute(
                         launcher,

@@ -306,7 +306,7 @@ def _warn_of_active_job(existing: Profile, profile: Profile, folder: Path) -> No
 
 def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
     """Name and place of each active job of the run in this folder."""
-    launcher = create(profile.cluster.launcher, profile.cluster)
+    launcher = create(profile.cluster)
     for handle in latest_jobs(folder / run_files.LOGS):
         if where := launcher.location(handle):
             yield handle.job.name, where

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 5.0  # allowed for a worker to exit by itself
 ERROR_LINES = 20
-CPU_NODES = {"constraint": None, "exclusive": False, "device": "cpu"}  # shards need no accelerator
+# Changes of a cluster for an array, whose jobs need no accelerator.
+CPU_NODES = {"launcher": "slurm", "constraint": None, "exclusive": False, "device": "cpu"}
 MAX_JOBS = 1000  # of an array; Slurm's default MaxArraySize is 1001
 
 
@@ -223,9 +224,7 @@ def process_shards(
     worker, arguments = "tasks.tokenization.worker", tuple(map(str, options))
     secrets = (("HF_TOKEN", token),) if token else ()
     job = Job(operation, worker, arguments, folder, array=count, secrets=secrets)
-    launcher = create(
-        "slurm", cluster.model_copy(update={"partition": cluster.shards_partition, **CPU_NODES})
-    )
+    launcher = create(cluster.model_copy(update={"partition": cluster.shards_partition, **CPU_NODES}))
     try:
         execute(launcher, job, grace=0)  # finished shards are in the store
     except JobFailed as failure:

@@ -99,7 +99,7 @@ class TestNiceLauncher(LauncherConformance):
     def create(self):
         profile = resolve.load("tiny", ["cluster.launcher=nice"])
         resolve.check(profile)
-        return create("nice", profile.cluster)
+        return create(profile.cluster)
 
     def test_the_test_file_of_the_page_is_this_class(self, examples):
         from test_nice_launcher import TestNiceLauncher as OfThePage

@@ -21,7 +21,8 @@ from flows.hooks import EXPERIMENT_HOOKS, cancel_jobs, cancel_subflow_jobs, show
 from flows.pretrain import pretrain
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.launchers import Job, create
+from tasks.launchers import Job
+from tasks.launchers.local import LocalLauncher
 from tasks.store import runs
 from tasks.store.store import Store
 from tests.flows.micro import logged, newest, shown
@@ -98,11 +99,11 @@ def test_cancellation_ends_the_compiles_of_a_flow_run_whose_process_is_gone(prof
     for name, owner in ("graphs-ours", "ours"), ("graphs-theirs", "theirs"):
         work = store.scratch_folder(name)
         runs.record_flow_run(work, owner)
-        jobs.append(create("local").submit(Job("compile-loss", "http.server", ("0",), work / "logs")))
+        jobs.append(LocalLauncher().submit(Job("compile-loss", "http.server", ("0",), work / "logs")))
     ours, theirs = jobs
     cancelled = SimpleNamespace(id="ours", parameters={"profile": str(profile), "store": store.uri})
     cancel_jobs(None, cancelled, None)
-    launcher = create("local")
+    launcher = LocalLauncher()
     try:
         assert not launcher.location(ours)
         assert launcher.location(theirs)
@@ -122,7 +123,7 @@ def test_cancellation_ends_the_jobs_of_unfinished_subflows_whose_process_is_gone
         (folder / "logs").mkdir(parents=True)
         (folder / "profile.yaml").write_text(resolve.dump(resolve.load(profile, overrides, name)))
         runs.record_flow_run(folder, str(flow_run.id))
-        jobs[name] = create("local").submit(Job("train", "http.server", ("0",), folder / "logs"))
+        jobs[name] = LocalLauncher().submit(Job("train", "http.server", ("0",), folder / "logs"))
         if name != "finished":
             raise RuntimeError("its process ended")
 
@@ -132,7 +133,7 @@ def test_cancellation_ends_the_jobs_of_unfinished_subflows_whose_process_is_gone
         for name in ("broken", "interrupted", "finished"):
             member(str(profile), ROUND, name, store.uri, return_state=True)
 
-    launcher = create("local")
+    launcher = LocalLauncher()
     try:
         experiment()
         (store.run_folder("broken").path / "profile.yaml").write_text("none")

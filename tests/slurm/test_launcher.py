@@ -63,7 +63,7 @@ def launcher():
 def launcher_of(*overrides: str):
     overrides = ("cluster.launcher=slurm", "cluster.nodes=2", "cluster.exclusive=false", *overrides)
     profile = resolve.load("tiny", overrides)
-    return create("slurm", profile.cluster)
+    return create(profile.cluster)
 
 
 def job(folder: Path, *arguments: str, nodes: int = 1, processes: int = 2, saves: bool = False) -> Job:

@@ -10,7 +10,7 @@ from profiles import resolve
 from tasks.evaluation import held_out as evaluation
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
-from tasks.launchers import create, latest_jobs, local
+from tasks.launchers import latest_jobs, local
 from tasks.step import Context
 from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
@@ -80,7 +80,7 @@ def test_restarted_flow_re_attaches_to_the_evaluation_or_uses_the_result_that_it
     assert log.read_text().count("validation loss") == 1
     assert followed.summary["step"] == profile.train.steps
 
-    handle, launcher = abandon(profile, store, folder, "two", dataset), create("local")
+    handle, launcher = abandon(profile, store, folder, "two", dataset), local.LocalLauncher()
     while launcher.poll(handle).running:
         time.sleep(0.1)
     found = evaluate(profile, store.uri, folder, "two", dataset)

@@ -5,6 +5,7 @@ import pytest
 from profiles import resolve
 from tasks.launchers import create
 from tasks.launchers.conformance import LauncherConformance
+from tasks.launchers.local import LocalLauncher
 
 pytestmark = pytest.mark.slow
 
@@ -13,10 +14,10 @@ SETTINGS = ("cluster.launcher=kubernetes", "cluster.kubernetes={image: trainshed
 
 class TestLocal(LauncherConformance):
     def create(self):
-        return create("local")
+        return LocalLauncher()
 
 
 @pytest.mark.usefixtures("cluster")
 class TestKubernetes(LauncherConformance):
     def create(self):
-        return create("kubernetes", resolve.load("tiny", SETTINGS).cluster)
+        return create(resolve.load("tiny", SETTINGS).cluster)

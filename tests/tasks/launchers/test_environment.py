@@ -29,7 +29,8 @@ def submitted(request, monkeypatch, tmp_path):
         assert profile.train.deterministic
         for name, value in users.items() if request.param != "kubernetes" else ():
             monkeypatch.setenv(name, value)
-        return VARIABLES[request.param](request, profile.cluster, tmp_path)
+        cluster = profile.cluster.model_copy(update={"launcher": request.param})
+        return VARIABLES[request.param](request, cluster, tmp_path)
 
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +39,7 @@ def submitted(request, monkeypatch, tmp_path):
 
 def in_local_job(request, cluster, folder):
     job = Job("print", "timeit", ("-n1", "-r1", PRINT), folder)
-    execute(create("local", cluster), job)
+    execute(create(cluster), job)
     return json.loads(job.log_file.read_text().splitlines()[0])
 
 
@@ -49,7 +50,7 @@ def in_batch_script(request, cluster, folder):
         patch.setattr(slurm.SlurmLauncher, "_sbatch", lambda *_: "1")
         patch.setenv("SBATCH_EXPORT", "NONE")
         slurm._warn_of_export.cache_clear()
-        create("slurm", cluster).submit(job)
+        create(cluster).submit(job)
     assert request.getfixturevalue("caplog").text.count("SBATCH_EXPORT=NONE has no effect") == 1
     lines = (folder / "print.sbatch").read_text().splitlines()
     exports = [line for line in lines if line.startswith("export ") and "PET_" not in line]
@@ -59,7 +60,7 @@ def in_batch_script(request, cluster, folder):
 
 def in_manifest(request, cluster, folder):
     emulated = request.getfixturevalue("cluster")
-    launcher = create("kubernetes", cluster)
+    launcher = create(cluster)
     launcher.cancel(launcher.submit(Job("print", "timeit", (), folder)), 0)
     (sent,) = emulated.submitted
     (container,) = sent["spec"]["template"]["spec"]["containers"]
