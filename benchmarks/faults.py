@@ -7,7 +7,7 @@ the losses with those of a run without faults. One delay of a real cluster is mi
 after SlurmdTimeout.
 
 The mean recovery time R determines the effective training time to first order (Young 1974, Daly 2006), for N devices with a
-failure every M = 46,000 / N hours (Llama 3, arXiv 2407.21783) and a checkpoint every τ that stalls training for C:
+failure every M = 46,000 / N hours (Llama 3, arXiv 2407.21783) and a checkpoint every τ that stalls training for C = 1 s:
 
     E = 1 - (R + τ / 2) / M - C / τ,    maximal at τ = √(2 C M)
 """
@@ -35,6 +35,7 @@ from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
 
 DEVICE_HOURS = 46_000  # per failure
+STALL = 1.0  # seconds that a checkpoint stalls training
 SLURMD_TIMEOUT = 300  # seconds until Slurm marks an unresponsive node down, by default
 INTERVAL = 250  # steps between checkpoints
 STEPS = 3000
@@ -135,17 +136,15 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     yield "graph cache misses", rows[-1]["graph_cache_misses"]
 
 
-def effective_training_time(recovery: float, stall: float, devices: int) -> tuple[float, float]:
+def effective_training_time(recovery: float, devices: int) -> tuple[float, float]:
     """The optimal interval between checkpoints in seconds, and the share of time spent training."""
     between = DEVICE_HOURS / devices * 3600
-    interval = math.sqrt(2 * stall * between)
-    return interval, 1 - (recovery + interval / 2) / between - stall / interval
+    interval = math.sqrt(2 * STALL * between)
+    return interval, 1 - (recovery + interval / 2) / between - STALL / interval
 
 
 def main() -> None:
-    parser = make_parser(__doc__, out="faults")
-    parser.add_argument("--stall", type=float, default=1.0, help="seconds that a checkpoint stalls training")
-    options = parser.parse_args()
+    options = make_parser(__doc__, out="faults").parse_args()
     if missing():
         sys.exit(missing())
     results, kept = {}, Results(options.out)
@@ -160,7 +159,7 @@ def main() -> None:
     }
     for name, recovery in recoveries.items():
         for devices in (512, 16_384):
-            interval, share = effective_training_time(recovery, options.stall, devices)
+            interval, share = effective_training_time(recovery, devices)
             print(
                 f"{devices:,} devices, recovery {recovery:.0f} s ({name}): a checkpoint every {interval / 60:.1f} min, "
                 f"{share:.2%} of the time is spent training"

@@ -26,31 +26,28 @@ from parallel import Mesh, linear_cross_entropy
 from parallel.collectives import copy
 
 RANKS = 2
+TOKENS, HIDDEN, VOCABULARY = 4096, 512, 32768
 TOLERANCE = 1e-5
 VARIANTS = ("fused", "torch")
 
 
 def main() -> int:
     parser = make_parser(__doc__, out="loss_memory")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=32768)
     # Set for the measured processes.
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
-        measure(options)
+        measure(options.variant)
         return 0
-    sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "hidden", "vocabulary")]
     measured, results = {}, Results(options.out)
     for variant in VARIANTS:
         script = Script("operators.loss_memory", (f"--variant={variant}",), RANKS)
-        measured[variant] = run = measure_script(script, sizes)
+        measured[variant] = run = measure_script(script)
         results.add(variant, peak_bytes=run.peak_bytes, seconds=run.median_seconds())
     agree = largest_difference(list(measured.values())) <= TOLERANCE
-    logits = options.tokens * options.vocabulary // RANKS * 4
+    logits = TOKENS * VOCABULARY // RANKS * 4
     print_table(
-        f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary} over {RANKS} processes; "
+        f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY} over {RANKS} processes; "
         f"logits of a process: {logits / 2**20:.0f} MiB in float32",
         ("loss", "peak memory above the inputs, MiB", "seconds"),
         [
@@ -62,22 +59,22 @@ def main() -> int:
     return 0 if agree else 1
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(variant: str) -> None:
     """Print the loss and its gradient's norm, the peak of memory above the inputs, and the time."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     axis = Mesh(tensor=RANKS).tensor
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(options.tokens, options.hidden, generator=generator).requires_grad_()
-    rows = -(-options.vocabulary // RANKS)
-    weight = torch.randn(rows, options.hidden, generator=generator).mul_(0.02).requires_grad_()
-    targets = torch.randint(options.vocabulary, (options.tokens,), generator=generator)
-    shard = {"first": torch.tensor(axis.rank * rows), "vocabulary": options.vocabulary}
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    rows = -(-VOCABULARY // RANKS)
+    weight = torch.randn(rows, HIDDEN, generator=generator).mul_(0.02).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    shard = {"first": torch.tensor(axis.rank * rows), "vocabulary": VOCABULARY}
     devices = init_device_mesh("cpu", (RANKS,))
     losses: list[Tensor] = []
 
     def compute() -> None:
-        if options.variant == "fused":
+        if variant == "fused":
             loss = linear_cross_entropy(x, weight, targets, axis, **shard)
             loss.backward()
         else:

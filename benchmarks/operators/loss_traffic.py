@@ -16,13 +16,13 @@ from benchmarks.harness.timing import make_parser, print_table
 from benchmarks.operators.kernels import SIZES, Sizes
 
 FLOPS, BANDWIDTH = 779e12, 3.02e12  # measured on an H100 by `check_device`
-CHUNK = 4096  # of `summed`, as measured
+CHUNK = 4096  # tokens of a chunk of `summed`, as measured
 
 
-def estimate(side: str, sizes: Sizes, chunk: int = CHUNK) -> tuple[float, float]:
+def estimate(side: str, sizes: Sizes) -> tuple[float, float]:
     """Milliseconds of forward and backward, and bytes at the peak."""
     logits, weight = sizes.sequence * sizes.vocabulary, sizes.vocabulary * sizes.hidden
-    chunks = sizes.sequence / chunk
+    chunks = sizes.sequence / CHUNK
     moved = {
         "torch": 6 * logits,
         "kept": 6 * logits + 4 * weight,
@@ -38,11 +38,9 @@ def estimate(side: str, sizes: Sizes, chunk: int = CHUNK) -> tuple[float, float]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a chunk of `summed`")
-    chunk = parser.parse_args().chunk
+    make_parser(__doc__).parse_args()
     for name in ("1b", "8b"):
-        sides = {side: estimate(side, SIZES[name], chunk) for side in ("torch", "kept", "summed")}
+        sides = {side: estimate(side, SIZES[name]) for side in ("torch", "kept", "summed")}
         rows = [
             (side, f"{ms:.1f}", f"{sides['torch'][0] / ms:.2f}", f"{memory / 2**30:.1f}")
             for side, (ms, memory) in sides.items()

@@ -13,8 +13,8 @@ def test_clusters_page_has_the_effective_training_times_of_the_formula():
     killed = int(re.search(r"^\| a node killed \| (\d+) \|$", text, re.M)[1])
     recoveries = (killed, killed + SLURMD_TIMEOUT)
     for devices in (512, 16_384):
-        interval = effective_training_time(killed, 1.0, devices)[0] / 60
-        times = (effective_training_time(recovery, 1.0, devices)[1] for recovery in recoveries)
+        interval = effective_training_time(killed, devices)[0] / 60
+        times = (effective_training_time(recovery, devices)[1] for recovery in recoveries)
         shares = " | ".join(f"{share:.1%}" for share in times)
         assert f"| {devices:,} | {interval:.1f} min | {shares} |" in text
     assert "| " + " | ".join(f"recovery in {recovery} s" for recovery in recoveries) + " |" in text
