@@ -115,7 +115,7 @@ def kill_when(machine: Machine, run: Path, dataset: Path, reached: Callable[[], 
     script = machine.script(TRAIN, "--run-folder", run, "--dataset", dataset, ranks=RANKS)
     deadline = time.monotonic() + machine.timeout(LIMIT, RANKS)
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(script.command(()), env=script.environment, stdout=output, stderr=output)
+        process = subprocess.Popen(script.command, env=script.environment, stdout=output, stderr=output)
         try:
             while not reached():
                 if process.poll() is not None or time.monotonic() > deadline:

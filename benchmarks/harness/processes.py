@@ -48,11 +48,12 @@ class Script:
     device: str = "cpu"
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, arguments: Sequence[str]) -> list[str]:
+    @property
+    def command(self) -> list[str]:
         launcher = ["-m"]
         if self.processes > 1:
             launcher = ["-m", *TORCHRUN, str(self.processes), "-m"]
-        return [sys.executable, *launcher, f"benchmarks.{self.module}", *self.arguments, *arguments]
+        return [sys.executable, *launcher, f"benchmarks.{self.module}", *self.arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -81,15 +82,11 @@ class Measurement:
         return statistics.median(self.update_seconds if update else self.seconds)
 
 
-def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> str:
+def run_script(script: Script, timeout: float = TIMEOUT) -> str:
     """Run a script and return its standard output. Raises ScriptError if it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            script.command(arguments),
-            env=script.environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
+            script.command, env=script.environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -107,9 +104,9 @@ def run_script(script: Script, arguments: Sequence[str] = (), timeout: float = T
     return output
 
 
-def measure_script(script: Script, arguments: Sequence[str] = (), timeout: float = TIMEOUT) -> Measurement:
+def measure_script(script: Script, timeout: float = TIMEOUT) -> Measurement:
     """Run a script and parse the last line of its output; raises ScriptError as `run_script` does."""
-    return Measurement(**json.loads(run_script(script, arguments, timeout).splitlines()[-1]))
+    return Measurement(**json.loads(run_script(script, timeout).splitlines()[-1]))
 
 
 def largest_difference(runs: Sequence[Measurement]) -> float:

@@ -5,7 +5,7 @@ Each has a `run` that alternates the sides and returns a `Result`: the figures, 
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,24 +159,22 @@ class TrainingComparison:
         return schedule.rounds * (1 + (not self.lacks) + bool(self.bound_target))
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
-        module, *arguments = self.peer
-        scripts = {
-            "ours": Script("training_steps.ours", self.ours, self.processes, self.device),
-            "peer": Script(f"training_steps.{module}", tuple(arguments), self.processes, self.device),
-        }
-        if self.lacks:
-            del scripts["peer"]
-        if self.bound_target:
-            scripts["bound"] = Script("training_steps.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
         threads = THREADS if self.device == "cpu" else usable_cores()  # beside a GPU, they compile
         common += ["--threads", str(1 if schedule.cpu_time else max(1, threads // self.processes))]
         common += ["--cpu-time"] * schedule.cpu_time
         common += [*schedule.arguments, *(["--graphs", schedule.graphs] if self.compiled else [])]
+        module, *arguments = self.peer
+        ours, peer = (*self.ours, *common), (*arguments, *common)
+        scripts = {"ours": Script("training_steps.ours", ours, self.processes, self.device)}
+        if not self.lacks:
+            scripts["peer"] = Script(f"training_steps.{module}", peer, self.processes, self.device)
+        if self.bound_target:
+            scripts["bound"] = Script("training_steps.bound", tuple(common))
         tolerance = self.tolerance or TOLERANCES[self.precision]
         row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)
         tokens = WORKLOADS[self.workload].tokens
-        figures = alternate_scripts(scripts, common, schedule, before_turn, self.update)
+        figures = alternate_scripts(scripts, schedule, before_turn, self.update)
         return Result(*row, tokens=tokens, lacks=self.lacks, **figures)
 
 
@@ -214,18 +212,17 @@ class KernelComparison:
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         sides = {"ours": "ours"} if self.lacks else {"ours": "ours", "peer": self.peer}
+        common = ("--sizes", self.sizes, "--device", self.device, *schedule.arguments)
         scripts = {
-            side: Script("operators.kernels", (self.kernel, argument), device=self.device)
+            side: Script("operators.kernels", (self.kernel, argument, *common), device=self.device)
             for side, argument in sides.items()
         }
-        common = ["--sizes", self.sizes, "--device", self.device, *schedule.arguments]
         row = (self.name, self.title, self.against, self.target, TOLERANCES["bf16"])
-        return Result(*row, lacks=self.lacks, **alternate_scripts(scripts, common, schedule, before_turn))
+        return Result(*row, lacks=self.lacks, **alternate_scripts(scripts, schedule, before_turn))
 
 
 def alternate_scripts(
     scripts: Mapping[str, Script],
-    arguments: Sequence[str],
     schedule: Schedule,
     before_turn: Callable[[str], object],
     update: bool = False,
@@ -235,7 +232,7 @@ def alternate_scripts(
     Args:
         update: take the seconds of updates instead of those of steps.
     """
-    sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
+    sides = {side: partial(measure_script, script) for side, script in scripts.items()}
     runs = alternate(sides, schedule.rounds, before_turn)
     seconds = {side: [run.median_seconds(update) for run in measured] for side, measured in runs.items()}
     return {**seconds, "difference": largest_difference(runs["ours"] + runs.get("peer", []))}

@@ -60,8 +60,7 @@ def fail():
 
 
 class HangingScript(processes.Script):
-    def command(self, arguments):
-        return ["sh", "-c", "seq 99 >&2; exec sleep 600"]
+    command = ("sh", "-c", "seq 99 >&2; exec sleep 600")
 
 
 def test_last_lines_of_a_script_that_times_out_are_in_its_error():

@@ -91,7 +91,7 @@ class Parsed(Exception):
     """A module has parsed its arguments."""
 
 
-def start_only(script, arguments=(), timeout=0) -> Measurement:
+def start_only(script, timeout=0) -> Measurement:
     """Stand-in for a module on a GPU: it only parses its arguments, and our profile must be valid."""
     given, count = script.arguments, 1
     if lease.ONE_DEVICE in given:

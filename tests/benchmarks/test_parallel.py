@@ -36,11 +36,11 @@ def test_quick_comparison_runs_and_losses_agree(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("clock", [[], ["--cpu-time"]], ids=["elapsed", "cpu"])
 def test_steps_are_timed_by_the_elapsed_clock_with_two_threads_by_default(tmp_path, monkeypatch, clock):
-    def measure(_, options, *others):
-        given.append(options)
+    def measure(scripts, *others):
+        given.append(scripts["ours"].arguments)
         return {"ours": [1.0], "peer": [2.0], "difference": 0.0}
 
-    given: list[list[str]] = []
+    given: list[tuple[str, ...]] = []
     monkeypatch.setattr(comparisons, "alternate_scripts", measure)
     rows = ["--only", "float32", "tensor"]  # one process, and two
     monkeypatch.setattr(sys, "argv", ["parallel", *rows, *clock, "--out", str(tmp_path / "rows.jsonl")])
