@@ -159,8 +159,9 @@ def _shaped(function: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> An
     if key not in _results and len(_results) < REMEMBERED:
         same = [position for position, each in enumerate(given) if each is result]
         if same and isinstance(result, Tensor):  # written in place, and perhaps resized
-            kept = len(same) == 1 and _described(result) == described[same[0]]
-            _results[key] = same[0] if kept else None
+            # An argument may be given twice: `out` is the last one, and others are written in their first place.
+            written = same[-1] if same[-1] >= len(inputs) else same[0]
+            _results[key] = written if _described(result) == described[written] else None
         else:
             _results[key] = _remembered(function, result, tree_leaves(given))
     return result
