@@ -23,6 +23,7 @@ from modeling.compilation import toolchain
 from modeling.cores import usable_cores, usable_memory
 from profiles.files.file_locks import locked
 from tests import forkserver
+from tests.garbage import Collector
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
 # has its own home, hence its own server and database.
@@ -151,6 +152,7 @@ def pytest_configure(config):
         forkserver.use(config.workerinput["forkserver"])
     if hasattr(config, "workerinput") or not config.getoption("tx"):
         importlib.import_module("tests.cheap_torch")
+        config.pluginmanager.register(Collector())
 
 
 def pytest_configure_node(node):
