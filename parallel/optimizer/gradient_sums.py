@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel import collectives
 from parallel.optimizer.arithmetic import Arithmetic
-from parallel.optimizer.buckets import IN_FLIGHT, Bucket, Slot
+from parallel.optimizer.buckets import IN_FLIGHT, Bucket
 
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
@@ -63,9 +64,10 @@ class GradientSums:
     ) -> None:
         self._buckets, self._resident = buckets, resident
         self._in_place, self._keep_gathered, self._arithmetic = in_place, keep_gathered, arithmetic
-        for bucket in buckets:
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(bucket, slot))
+        for number, bucket in enumerate(buckets):
+            for position, slot in enumerate(bucket.slots):
+                hook = _weak_hook(WeakMethod(self._accumulate), number, position)
+                slot.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
@@ -100,23 +102,22 @@ class GradientSums:
                 total = collectives.all_reduce(bucket.gradient_shard, axis)
                 self._arithmetic.assign(bucket.gradient_shard, total)
 
-    def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def accumulate(parameter: nn.Parameter) -> None:
-            if parameter.grad is None:
-                return  # compiled blocks also run the hooks of weights whose gradients are deferred
-            bucket.accumulate(slot)
-            if bucket.resident:
-                # In the same order on every rank, in whatever order backward completes the buckets.
-                while self._awaited and self._awaited[0].awaited == 0:
-                    self._scatter(self._awaited.popleft())
-                return
-            last = bucket.awaited == 0
-            if last or (bucket.transient and bucket.microbatch_complete):
-                bucket.release()
-            if last or (not self._keep_gathered and bucket.microbatch_complete):
-                self._scatter(bucket, last)
-
-        return accumulate
+    def _accumulate(self, parameter: Tensor, number: int, position: int) -> None:
+        """Add the gradient of the parameter at this position of a bucket, and start what is complete."""
+        if parameter.grad is None:
+            return  # compiled blocks also run the hooks of weights whose gradients are deferred
+        bucket = self._buckets[number]
+        bucket.accumulate(bucket.slots[position])
+        if bucket.resident:
+            # In the same order on every rank, in whatever order backward completes the buckets.
+            while self._awaited and self._awaited[0].awaited == 0:
+                self._scatter(self._awaited.popleft())
+            return
+        last = bucket.awaited == 0
+        if last or (bucket.transient and bucket.microbatch_complete):
+            bucket.release()
+        if last or (not self._keep_gathered and bucket.microbatch_complete):
+            self._scatter(bucket, last)
 
     @torch.no_grad()
     def _scatter(self, bucket: Bucket, last: bool = True) -> None:
@@ -168,3 +169,17 @@ class GradientSums:
             bucket.add_sum(pending.wait())
         else:
             self._arithmetic.assign(bucket.gradient_shard, pending.wait())
+
+
+def _weak_hook(method: WeakMethod[Callable[..., None]], *arguments: int) -> Callable[[Tensor], None]:
+    """Call a method as long as its object lives.
+
+    Garbage collection does not see through hooks of a tensor that C++ code holds: these would keep all buckets forever.
+    """
+
+    def hook(parameter: Tensor) -> None:
+        bound = method()
+        if bound is not None:
+            bound(parameter, *arguments)
+
+    return hook

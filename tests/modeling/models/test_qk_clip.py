@@ -1,5 +1,8 @@
 """QK-clip: logits of the same batch are at the threshold after a step that changes nothing else."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
@@ -21,6 +24,21 @@ def logits_of(trainer: Trainer, optimizer):
     optimizer.begin_step(trainer.profile.accumulation_steps)
     trainer.forward_backward(Batch(batch(0)), 1 / (BATCH * SEQUENCE))
     return take_logit_clip(trainer)
+
+
+@pytest.mark.parametrize("name", ["llama tied", "deepseek_v3"])
+def test_a_trainer_and_its_optimizer_are_freed(name):
+    """Although hooks of their parameters call them."""
+
+    def train():
+        with Trainer(Case(name, qk_clip=THRESHOLD).profile()) as trainer:
+            optimizer = make_optimizer(trainer)
+            logits_of(trainer, optimizer)
+        return [ref(held) for held in (trainer.stages[0], optimizer, *optimizer.buckets)]
+
+    references = train()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 @pytest.mark.parametrize("name", ["llama tied", "gpt", "deepseek_v3", "multi-token"])
