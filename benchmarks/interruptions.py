@@ -10,6 +10,7 @@ undisturbed run's; otherwise the exit code is 1.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -126,6 +127,7 @@ def main() -> int:
 
             from tests.s3 import bucket
 
+            logging.getLogger("werkzeug").setLevel(logging.WARNING)  # moto reports each request
             address = stack.enter_context(bucket(stack.enter_context(pytest.MonkeyPatch.context())))
         for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
             os.environ.pop(key, None)
