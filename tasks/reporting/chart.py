@@ -134,6 +134,12 @@ def heat_map(loads: Sequence[Sequence[float]], *, row_label: str, column_label: 
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: bool = False) -> str:
     """Data URI of the chart as SVG (about 10 kB), for viewers that only show images; "" without points."""
+    text = svg(series, x_label=x_label, y_label=y_label, x_integers=x_integers)
+    return text and f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def svg(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: bool = False) -> str:
+    """The chart as an SVG image, as docs/notebook.ipynb shows it; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""
@@ -167,8 +173,7 @@ def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str, x_inte
         (y_label, f'x="20" y="{middle:.0f}" transform="rotate(-90 20 {middle:.0f})"'),
     ):
         parts.append(f'<text {position} text-anchor="middle" {text}>{escape(caption)}</text>')
-    image = "".join([*parts, "</svg>"])
-    return f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"
+    return "".join([*parts, "</svg>"])
 
 
 @dataclass(frozen=True)
