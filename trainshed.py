@@ -67,7 +67,8 @@ def __getattr__(name: str) -> Any:
     from modeling.start import without_garbage_collection
 
     with without_garbage_collection():
-        return getattr(import_module(FLOWS[name]), name)
+        flow = globals()[name] = getattr(import_module(FLOWS[name]), name)
+    return flow
 
 
 def main() -> int:

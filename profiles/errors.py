@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from profiles.files import folders, state_files
+from profiles.files import state_files
 
 MAX_VALUE_LENGTH = 80  # characters
 MAX_PATH_LENGTH = 4096  # characters, PATH_MAX on Linux
@@ -115,11 +118,20 @@ def closest(name: str, known: Iterable[str], most: int = FEW) -> list[str]:
 
 
 def names_in(folder: Path, pattern: str) -> list[str]:
-    """Names in a folder to suggest: those that begin a path of this pattern; none if that cannot be read."""
-    try:
-        return [path.relative_to(folder).parts[0] for path in folders.find(folder, pattern)]
-    except OSError:  # the error that suggests them is about another path
-        return []
+    """Names in a folder to suggest: those that begin a path of this pattern, NAME or NAME/PATH.
+
+    What cannot be read is left out, without retries: the error that suggests names is about another path.
+    """
+    first, _, rest = pattern.partition("/")
+    names: list[str] = []
+    with suppress(OSError, ValueError):
+        names = sorted(fnmatch.filter(os.listdir(folder), first))
+    found: list[str] = []
+    for name in names:
+        with suppress(OSError):
+            Path(folder, name, rest).stat()
+            found.append(name)
+    return found
 
 
 def closest_files(path: str, pattern: str = "*", folder: Path | None = None) -> list[str]:

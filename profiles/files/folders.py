@@ -27,7 +27,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
         names = retried(lambda: os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(folder / name for name in fnmatch.filter(names, pattern))
+    return sorted(folder / name for name in fnmatch.filter(names, pattern) if name != OF_A_DISK)
 
 
 def find(folder: Path, pattern: str) -> Iterator[Path]:

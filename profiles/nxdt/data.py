@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,20 @@ def _prefixes(translation: Translation, key: str, use: str) -> list[dict[str, An
         if use == "split":
             del source["use"]
         sources.append(source)
-    absent = [prefix for prefix in prefixes if "://" not in prefix and not _has_index(Path(prefix))]
+    absent = [prefix for prefix in prefixes if "://" not in prefix and not _has_index(prefix)]
     note = "the common prefix of .bin and .idx"
-    note = f"{absent[0]}.idx and .bin are not on this machine" if absent else note
+    note = f"{absent[0]}.idx and .bin were not found on this machine" if absent else note
     translation.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
     return sources
 
 
-def _has_index(prefix: Path) -> bool:
-    return bool(folders.matches(prefix.parent, f"{prefix.name}*.idx"))
+def _has_index(prefix: str) -> bool:
+    """Whether an index of this prefix is found here; not where its folders are missing, or closed."""
+    try:
+        pattern = os.path.join(os.getcwd(), f"{prefix}*.idx")[1:]
+        return next(folders.find(Path("/"), pattern), None) is not None
+    except OSError:
+        return False
 
 
 def _splits(translation: Translation) -> None:
