@@ -37,7 +37,13 @@ def test_search_changes_the_fastest_topologies_as_long_as_steps_get_shorter():
 def test_variations_of_a_topology_are_valid_and_include_several_stages_per_rank_and_hsdp_degrees():
     profile = resolve.load("llama3.1-405b-h100", ["train.global_batch_size=1536"])
     start = Variation.of(
-        profile, {"parallel.tensor": 8, "parallel.pipeline": 8, "parallel.shard_degree": None}
+        profile,
+        {
+            "parallel.tensor": 8,
+            "parallel.pipeline": 8,
+            "parallel.context": 1,
+            "parallel.data_sharding": "fsdp",
+        },
     )
     others = [*start.neighbours(profile)]
     assert len({*others}) == len(others)
