@@ -131,7 +131,7 @@ def _model_config(folder: Path) -> Any:
     from transformers import PreTrainedConfig
 
     path = folder / "config.json"
-    if not path.exists():
+    if not state_files.exists(path):
         return None
     config = PreTrainedConfig()
     config.model_type = json.loads(path.read_text()).get("model_type", "")

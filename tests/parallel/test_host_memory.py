@@ -1,12 +1,13 @@
 """Memory of processes that train on a CPU, in a process of its own."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+from parallel import host_memory
+
 STEPS = """
 import ctypes
 from resource import RUSAGE_SELF, getrusage
@@ -31,9 +32,32 @@ print(faults[1], any(" hg" in mapping.split("VmFlags:")[1].split("\\n")[0] for m
 """
 
 
+# As glibc before 2.35, which maps larger blocks anew.
+BLOCKS = """
+import ctypes
+from parallel.host_memory import request_huge_pages
+lines = lambda: len(open("/proc/self/maps").readlines())
+before = lines()
+libc = ctypes.CDLL(None)
+libc.mallopt(-3, 32 << 20)
+request_huge_pages(libc, 16 << 20)
+print(lines() - before)
+"""
+
+
+def output(program, **environment):
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    ).stdout
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux and glibc")
 def test_memory_of_a_step_stays_for_the_next_and_huge_pages_are_requested_for_it():
-    found = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
-    faults, requested = found.stdout.split()
+    faults, requested = output(STEPS).split()
     assert int(faults) < 100  # of 24,576 pages
-    assert requested == str(HUGE_PAGES.exists())
+    assert requested == str(host_memory.can_request_huge_pages())
+    assert int(output(BLOCKS)) < 10  # mappings
+    faults, requested = output(STEPS, MALLOC_MMAP_THRESHOLD_="131072").split()
+    assert int(faults) > 20_000
+    assert requested == "False"

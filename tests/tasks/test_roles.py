@@ -4,7 +4,6 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tasks.tokenization import dataset_plan
 from tests.profiles.pair import PAIR
@@ -170,7 +170,7 @@ def cache_keys(tmp_path, monkeypatch):
         context = Context(profile, store, tmp_path / profile.name)
         tokenizer = TokenizerStep().key(context)
         summary = {"vocabulary_size": 64, "bos": 0, "eos": 0, "source": "s", "templates": []}
-        artifact = SimpleNamespace(key=tokenizer, summary=summary, kind="tokenizer")
+        artifact = Artifact(ArtifactId("tokenizer", tokenizer), summary=summary)
         step = DatasetStep(artifact)
         dataset = step.key(context)
         checkpoint = CheckpointStep().key(context) if profile.init.from_ else None

@@ -88,7 +88,8 @@ def test_gpu_jobs_get_the_devices_variables_unless_the_user_has_set_them(submitt
 def test_local_jobs_on_trainium_get_an_address_for_their_collectives(tmp_path, monkeypatch):
     """Without it, the Neuron runtime hangs at startup."""
     monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
-    found = in_local_job(None, resolve.load("llama3-8b").cluster, tmp_path)["NEURON_RT_ROOT_COMM_ID"]
+    cluster = resolve.load("llama3-8b", ["cluster.launcher=local"]).cluster
+    found = in_local_job(None, cluster, tmp_path)["NEURON_RT_ROOT_COMM_ID"]
     assert re.fullmatch(r"127\.0\.0\.1:2\d{4}|127\.0\.0\.1:3[01]\d{3}", found)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def launcher(cluster):
-    return create("kubernetes", resolve.load("tiny", SETTINGS).cluster)
+    return create(resolve.load("tiny", SETTINGS).cluster)
 
 
 def waiting(folder: Path, **options) -> Job:
@@ -114,7 +114,7 @@ def test_reattaching_completes_an_interrupted_submission(cluster, launcher, tmp_
 def test_manifest_has_the_profiles_settings(cluster, tmp_path):
     profile = resolve.load("llama3-8b-h100", overrides())
     resolve.check(profile)
-    launcher = create("kubernetes", profile.cluster)
+    launcher = create(profile.cluster)
     handle = launcher.submit(waiting(tmp_path, nodes=2, processes=8, threads=4))
     (sent,) = cluster.submitted
     launcher.cancel(handle, 0)
@@ -184,4 +184,4 @@ def test_incomplete_settings_and_unknown_launchers_are_rejected(monkeypatch, tmp
             resolve.check(resolve.load("tiny", changes))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ProfileError, match="no Kubernetes cluster is configured here"):
-        create("kubernetes", resolve.load("tiny", SETTINGS).cluster)
+        create(resolve.load("tiny", SETTINGS).cluster)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from profiles.files.jsonl import LogFollower
-from tasks.launchers import Job, JobFailed, base, create, execute, local
+from tasks.launchers import Job, JobFailed, base, execute, local
 from tasks.launchers.conformance import ModuleJob
 from tasks.launchers.local import MARKER, LocalLauncher
 from tests.waiting import gone, until, until_written
@@ -99,7 +99,7 @@ def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(
     (tmp_path / "finish").touch()
     code = 2 if kind is ModuleJob else 1  # of Python
     with pytest.raises(JobFailed, match=f"rank 1 ended with exit code {code}") as failure:
-        execute(create("local"), job("fail"))
+        execute(LocalLauncher(), job("fail"))
     assert "ValueError: what went wrong" in failure.value.detail
     assert "rank 0" not in failure.value.detail
     assert "^^^" not in failure.value.detail
@@ -111,7 +111,7 @@ def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(
 
 def test_plain_process_runs_without_torchrun(job, tmp_path):
     (tmp_path / "finish").touch()
-    execute(create("local"), job(processes=0))
+    execute(LocalLauncher(), job(processes=0))
     assert (tmp_path / "logs" / "work.log").read_text() == "rank alone here with secret None\n"
 
 
@@ -121,7 +121,7 @@ def test_killed_rank_fails_the_job_and_ends_the_other_ranks(job, tmp_path):
             os.kill(pids(tmp_path)[1], signal.SIGKILL)
 
     with pytest.raises(JobFailed, match="rank 1 was killed by SIGKILL"):
-        execute(create("local"), job(), kill_rank_1)
+        execute(LocalLauncher(), job(), kill_rank_1)
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
@@ -131,7 +131,7 @@ def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(create("local"), job("rank-1-ignores-sigterm"), interrupt, grace=5)
+        execute(LocalLauncher(), job("rank-1-ignores-sigterm"), interrupt, grace=5)
     assert (tmp_path / "saved-0").exists()
     assert not (tmp_path / "saved-1").exists()
     assert all(gone(pid) for pid in pids(tmp_path))
@@ -166,7 +166,7 @@ def test_job_whose_submission_was_interrupted_is_found_by_the_next_process(job, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(local, "_wait_until_marked", interrupt)
-    first, later = LocalLauncher(), create("local")
+    first, later = LocalLauncher(), LocalLauncher()
     with pytest.raises(KeyboardInterrupt):
         first.submit(job(processes=0))
     pids(tmp_path, "alone")
@@ -197,20 +197,20 @@ def test_another_process_re_attaches_to_the_running_job(job, tmp_path):
     handle = first.submit(job())
     running = pids(tmp_path)
     (tmp_path / "finish").touch()
-    execute(create("local"), job())  # a second start would overwrite the pid files
+    execute(LocalLauncher(), job())  # a second start would overwrite the pid files
     assert pids(tmp_path) == running
     assert (tmp_path / "logs" / "work.log").read_text().count("rank 0 here") == 1
     while (status := first.poll(handle)).running:
         time.sleep(0.05)
     assert status.exit_code == 0
-    assert create("local").find(job()) is None
+    assert LocalLauncher().find(job()) is None
 
 
 def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(job, tmp_path):
     first = LocalLauncher()
     handle = first.submit(job())
     running = pids(tmp_path)
-    second = create("local")
+    second = LocalLauncher()
     other = second.submit(job(processes=0))
     assert all(gone(pid) for pid in running)
     assert (tmp_path / "saved-0").exists()
@@ -262,12 +262,12 @@ def test_job_of_unknown_status_is_left_running_and_can_be_re_attached(job, tmp_p
         execute(UnreadableStatus(), job(processes=0))
     (running,) = pids(tmp_path, "alone")
     assert not gone(running)
-    execute(create("local"), job(processes=0), (tmp_path / "finish").touch)  # ends once it is attached to
+    execute(LocalLauncher(), job(processes=0), (tmp_path / "finish").touch)  # ends once it is attached to
     assert pids(tmp_path, "alone") == [running]
 
 
 def test_job_that_exceeds_its_timeout_is_killed(job, tmp_path):
     started = partial(until_written, tmp_path / "pid-alone")  # before its time is compared
     with pytest.raises(TimeoutError, match="exceeded 2 s"):
-        execute(create("local"), job("all-ignore-sigterm", processes=0), started, timeout=2, grace=0.5)
+        execute(LocalLauncher(), job("all-ignore-sigterm", processes=0), started, timeout=2, grace=0.5)
     assert gone(*pids(tmp_path, "alone"))

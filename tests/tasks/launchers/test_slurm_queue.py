@@ -38,7 +38,7 @@ def test_jobs_share_few_queries_and_their_records_are_noticed_at_once(clock, que
     rows.write_text("8|RUNNING|1:00|b|c|None\nx|y\n7|RUNNING|1:00|a|c|None\n")
     cluster = resolve.load("tiny", ("cluster.launcher=slurm",)).cluster
     jobs = [Handle(Job(name, "program", (), tmp_path), number) for name, number in (("a", "7"), ("b", "8"))]
-    launchers = [create("slurm", cluster) for _ in jobs]
+    launchers = [create(cluster) for _ in jobs]
     for _ in range(600 * 5):
         clock.now += 0.2
         for launcher, handle in zip(launchers, jobs, strict=True):
@@ -60,7 +60,7 @@ def test_job_counts_as_lost_only_after_nfs_must_show_its_record(clock, queue, tm
     """NFS caches that a file is absent, until the folder is listed or, on some mounts, for a minute."""
     rows, _ = queue
     rows.write_text("")
-    launcher = create("slurm", resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
+    launcher = create(resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
     written, shown = tmp_path / "record", tmp_path / "a.exit.json"
     written.write_text(json.dumps({"job": "7", "exit_code": 2, "nodes": "n1"}))
     begun = clock.now
@@ -84,7 +84,7 @@ def test_job_counts_as_lost_only_after_nfs_must_show_its_record(clock, queue, tm
 def test_held_job_is_released_with_backoff_a_few_times_per_start(clock, queue, tmp_path):
     rows, _ = queue
     rows.write_text("7|PENDING|0:00|a|c|launch failed requeued held\n")
-    launcher = create("slurm", resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
+    launcher = create(resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
     events = []
 
     def poll(seconds: float) -> None:

@@ -5,7 +5,8 @@ import pytest
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from tasks.fork import find_parent
-from tasks.launchers import Job, create
+from tasks.launchers import Job
+from tasks.launchers.local import LocalLauncher
 from tasks.store import activities, runs
 from tasks.store.artifacts import ArtifactId
 from tasks.store.garbage import find_garbage
@@ -16,7 +17,7 @@ def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypa
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
     profile, longer = (load("tiny", [f"train.steps={steps}"]) for steps in (10, 20))
     folder = runs.open_run(store, profile, "identity", "flow run", {})
-    launcher = create("local")
+    launcher = LocalLauncher()
     training = launcher.submit(Job("train", "waits", (), folder / "logs"))
     try:
         with pytest.raises(ProfileError, match="its train job is still active as process"):
