@@ -7,6 +7,7 @@ promoted. Killed at random moments and started again, it has to end with the sam
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -33,6 +34,7 @@ from tasks.store.store import Store
 from tests.flows.micro import PROFILE
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 NAME, ROUNDS, KILLS = "nightly", 3, 20
 KILLS_OF_A_SERIES = 5
 DOCUMENTS, ROUND_DOCUMENTS = 400, 150
@@ -149,7 +151,8 @@ def _copy(first: Path, folder: Path) -> Path:
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    return start_module(["benchmarks.rounds", "--series", str(folder)], folder / "out")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # benchmarks are not installed
+    return start_module(["benchmarks.rounds", "--series", str(folder)], folder / "out", env=environment)
 
 
 def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) -> list[str]:
