@@ -9,7 +9,8 @@ There is one table for each model, with the heading of docs/devices/shipped.md.
 With --search, the table shows the fastest topology that `trainshed plan --search` finds with the profile's microbatch, and how
 much faster it is. From RESOLUTION on, a comment in the profile's file has to say why it is not shipped, with that number.
 
-Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace, or if a file does not say why.
+Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace, if the search finds no topology, or if a
+file does not say why.
 """
 
 import re
@@ -76,7 +77,9 @@ def searched_row(profile: Profile) -> tuple[tuple[str, ...], bool]:
     """A profile's row with the fastest topology found, and whether it is shipped or the file says why not."""
     own, found = plan(profile), search(profile, vary=True)[0]
     size = profile.train.micro_batch_size
-    best = next(each for each in found if Variation.of(profile, each.overrides).microbatch == size)
+    same = (each for each in found if Variation.of(profile, each.overrides).microbatch == size)
+    if (best := next(same, None)) is None:
+        return (profile.name, *describe_plan(own), "-", f"none with microbatch {size}", "-", "-"), False
     changes = {key: value for key, value in best.overrides.items() if get_value(profile, key) != value}
     keys = ", ".join(f"{key}={format_value(value)}" for key, value in changes.items())
     faster = 1 - required(best.plan.step_seconds) / required(own.step_seconds)
