@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ import torch
 
 from benchmarks.gpu_lease import lease
 from benchmarks.gpu_lease import rows as lease_rows
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser, print_table
 from benchmarks.harness.workload import full_depth_speed
 from benchmarks.operators import kernels, ring_attention
@@ -55,7 +56,7 @@ from benchmarks.rows.comparisons import (
     Schedule,
     TrainingComparison,
 )
-from benchmarks.rows.report import STYLES, run, show
+from benchmarks.rows.report import STYLES, machine, run, show
 from benchmarks.training_steps import ours
 from modeling.check_device import isolation
 from modeling.models.flops import flops_per_token
@@ -238,6 +239,11 @@ def main() -> int:
     measured = {name: result for name, (_, result) in trained.items()}
     depths = {precision: full_depth(measured, suffix) for precision, suffix in SUFFIXES.items()}
     figures = [*speed_figures(speeds, depths), *plan_figures(trained)]
+    derived = [*speeds, *({**asdict(figure), "status": figure.status} for figure in figures)]
+    derived += [{"row": name, "not_run": needs} for name, needs in lacking.items()]
+    kept = Results(options.out or OUT)
+    for row in derived:
+        kept.append({**row, "machine": machine(card)})
     show(results, schedule)
     _print_speeds(speeds, figures)
     for result in results:
