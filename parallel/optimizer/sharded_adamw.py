@@ -100,6 +100,8 @@ def scale_blocks(weights: Tensor, factors: Tensor, indices: Tensor, skip: Tensor
 class ShardedAdamW:
     """AdamW with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
 
+    Keep it as long as the model trains: the parameters' hooks, which sum gradients, refer to it weakly.
+
     Args:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
         mesh: its `dp_shard` axis shards the states, `expert_shard` those of experts; over its other axes partial gradients and
