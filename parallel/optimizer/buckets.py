@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -275,13 +276,13 @@ class Bucket:
     def gather_in_graph(self, shard: nn.Parameter) -> None:
         """Receive gradients, summed over `dp_shard`, from `shard`, the master weights that a graph gathers."""
         self.in_graph = True
+        shard.register_post_accumulate_grad_hook(weak_hook(WeakMethod(self._take_sum)))
 
-        def accumulate(shard: nn.Parameter) -> None:
-            if shard.grad is not None:
-                self.add_sum(shard.grad)
-            shard.grad = None
-
-        shard.register_post_accumulate_grad_hook(accumulate)
+    def _take_sum(self, shard: Tensor) -> None:
+        """Add the gradient of a shard, and free it."""
+        if shard.grad is not None:
+            self.add_sum(shard.grad)
+        shard.grad = None
 
     def release(self) -> None:
         """Free the memory of `values`, until the next `start_gather`."""
@@ -400,3 +401,17 @@ def split_range(
             for start, offsets, sizes in split_range(shape[1:], column, stop - row * width):
                 yield row * width + start, (row, *offsets), (1, *sizes)
             low = stop
+
+
+def weak_hook(method: WeakMethod[Callable[..., None]], *arguments: int) -> Callable[[Tensor], None]:
+    """Call a method as long as its object lives.
+
+    Garbage collection does not see through hooks of a tensor that C++ code holds: these would keep all buckets forever.
+    """
+
+    def hook(parameter: Tensor) -> None:
+        bound = method()
+        if bound is not None:
+            bound(parameter, *arguments)
+
+    return hook

@@ -18,7 +18,7 @@ and buckets enter them in the same order on every rank. Which gradients are summ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakMethod
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parallel import collectives
 from parallel.optimizer.arithmetic import Arithmetic
-from parallel.optimizer.buckets import IN_FLIGHT, Bucket
+from parallel.optimizer.buckets import IN_FLIGHT, Bucket, weak_hook
 
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
@@ -66,7 +66,7 @@ class GradientSums:
         self._in_place, self._keep_gathered, self._arithmetic = in_place, keep_gathered, arithmetic
         for number, bucket in enumerate(buckets):
             for position, slot in enumerate(bucket.slots):
-                hook = _weak_hook(WeakMethod(self._accumulate), number, position)
+                hook = weak_hook(WeakMethod(self._accumulate), number, position)
                 slot.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin_step(self, microbatches: int) -> None:
@@ -169,17 +169,3 @@ class GradientSums:
             bucket.add_sum(pending.wait())
         else:
             self._arithmetic.assign(bucket.gradient_shard, pending.wait())
-
-
-def _weak_hook(method: WeakMethod[Callable[..., None]], *arguments: int) -> Callable[[Tensor], None]:
-    """Call a method as long as its object lives.
-
-    Garbage collection does not see through hooks of a tensor that C++ code holds: these would keep all buckets forever.
-    """
-
-    def hook(parameter: Tensor) -> None:
-        bound = method()
-        if bound is not None:
-            bound(parameter, *arguments)
-
-    return hook

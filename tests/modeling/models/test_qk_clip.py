@@ -1,6 +1,7 @@
 """QK-clip: logits of the same batch are at the threshold after a step that changes nothing else."""
 
 import gc
+from dataclasses import replace
 from weakref import ref
 
 import pytest
@@ -12,6 +13,7 @@ from modeling.planning.meter import Meter
 from modeling.training.step import take_logit_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
+from parallel import device as devices
 from parallel.attention.maxima import max_scores
 from parallel.mesh import Axis
 from tests.parity.harness import BATCH, SEQUENCE, Case, batch
@@ -26,12 +28,16 @@ def logits_of(trainer: Trainer, optimizer):
     return take_logit_clip(trainer)
 
 
-@pytest.mark.parametrize("name", ["llama tied", "deepseek_v3"])
-def test_a_trainer_and_its_optimizer_are_freed(name):
+@pytest.mark.parametrize("name", ["llama tied", "deepseek_v3", "in graphs"])
+def test_a_trainer_and_its_optimizer_are_freed(name, monkeypatch):
     """Although hooks of their parameters call them."""
+    case = Case(name, qk_clip=THRESHOLD)
+    if name == "in graphs":
+        case = Case("llama tied", qk_clip=THRESHOLD, sharding="fsdp", eager=False)
+        monkeypatch.setitem(devices.KINDS, "cpu", replace(devices.CPU, gathers_in_graph=True))
 
     def train():
-        with Trainer(Case(name, qk_clip=THRESHOLD).profile()) as trainer:
+        with Trainer(case.profile()) as trainer:
             optimizer = make_optimizer(trainer)
             logits_of(trainer, optimizer)
         return [ref(held) for held in (trainer.stages[0], optimizer, *optimizer.buckets)]
