@@ -21,7 +21,7 @@ def is_lines(start: bytes) -> bool:
     first = first.rstrip()
     if first.startswith(b"["):
         return False
-    # A record that goes on in the next line is cut after a bracket, a colon or a comma; a damaged line may end anywhere.
+    # A record that continues on the next line is cut after a bracket, a colon or a comma; a damaged line may end anywhere.
     return not (newline and first.startswith(b"{") and first[-1:] in b"{[:,")
 
 

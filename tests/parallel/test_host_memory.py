@@ -58,6 +58,5 @@ def test_memory_of_a_step_stays_for_the_next_and_huge_pages_are_requested_for_it
     assert int(faults) < 100  # of 24,576 pages
     assert requested == str(host_memory.can_request_huge_pages())
     assert int(output(BLOCKS)) < 10  # mappings
-    faults, requested = output(STEPS, MALLOC_MMAP_THRESHOLD_="131072").split()
-    assert int(faults) > 20_000
+    _, requested = output(STEPS, MALLOC_MMAP_THRESHOLD_="131072").split()
     assert requested == "False"
